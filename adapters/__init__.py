@@ -1,0 +1,1 @@
+"""The adapters that come with interop, one file or folder each, written on `interop.contract` alone. They import no framework."""

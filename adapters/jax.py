@@ -1,0 +1,93 @@
+"""JAX. Arrays are immutable: read-only on every path. On the CPU they are read through the buffer protocol, which waits until they are ready.
+
+jax's own from_dlpack spends most of its time in Python around one jaxlib function. That function is called directly where this jaxlib has
+it and its result is what was asked for; the public way stands behind it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from interop.contract import Adapter, Limits, register
+
+if TYPE_CHECKING:
+    from interop import Device, Tensor
+
+#: jaxlib aliases CPU memory only from this alignment on and silently copies below it (measured, jaxlib 0.10).
+_ALIGNMENT = 64
+_CPU = 1
+
+
+class JaxAdapter(Adapter):
+    """jax.Array, which is jaxlib's ArrayImpl."""
+
+    name = "jax"
+    types = ("jaxlib._jax.ArrayImpl", "jaxlib.xla_extension.ArrayImpl", "jax.jaxlib._jax.Array", "jax.Array")
+    reads = "buffer"
+    accepts = Limits(readonly=True, writable=False, negative_strides=False, strided=False, alignment=_ALIGNMENT)
+
+    def __init__(self) -> None:
+        """Nothing is looked up before the first conversion."""
+        self._direct: Any = None
+        self._cpu: Any = None
+
+    def from_tensor(self, t: Tensor, *, place: Any = None, stream: Any = None) -> Any:
+        """A jax.Array over `t`; ExchangeError rather than jax's silent copy or its conversion of 64-bit types."""
+        if t.__dlpack_device__()[0] == _CPU:
+            if self._direct is None:
+                self._direct, self._cpu = _find_direct()
+            if self._direct:
+                x = self._direct(t.__dlpack__(), self._cpu, None, False, 1)
+                if x.unsafe_buffer_pointer() == t.ptr or not t.size:
+                    return x
+        return self._public(t)
+
+    def _public(self, t: Tensor) -> Any:
+        import jax
+
+        try:
+            x = jax.dlpack.from_dlpack(t, copy=False)
+        except (TypeError, ValueError, RuntimeError) as e:
+            raise self.refuse(f"jax cannot hold {t.dtype} {t.shape} on {t.device}: {e}") from e
+        if str(x.dtype) != t.dtype.name:
+            raise self.refuse(f"jax would convert {t.dtype} to {x.dtype}", 'jax.config.update("jax_enable_x64", True)')
+        if t.size and hasattr(x, "unsafe_buffer_pointer") and x.unsafe_buffer_pointer() != t.ptr:
+            raise self.refuse(f"jax copied {t.dtype} {t.shape} instead of sharing it", f"align the memory to {_ALIGNMENT} bytes")
+        return x
+
+    def place(self, obj: Any) -> Device | None:
+        """A jax.Device."""
+        if type(obj).__module__ not in ("jaxlib._jax", "jaxlib.xla_extension") or type(obj).__name__ != "Device":
+            return None
+        from interop import Device
+
+        kind = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "rocm": "rocm"}.get(obj.platform)
+        return None if kind is None else Device(f"{kind}:{0 if kind == 'cpu' else obj.local_hardware_id}")
+
+    def to_device(self, x: Any, device: Device) -> Any:
+        """A copy on another device, made by jax."""
+        import jax
+
+        platform = "gpu" if device.name == "cuda" else device.name
+        for d in jax.devices(platform):
+            if device.name == "cpu" or d.local_hardware_id == device.id:
+                return jax.device_put(x, d)
+        raise self.refuse(f"jax sees no {device}", "jax.devices() shows what it sees")
+
+
+def _find_direct() -> tuple[Any, Any]:
+    """jaxlib's function behind from_dlpack and its CPU device, or (False, None) where it is another one than we know."""
+    import jax
+
+    try:
+        from jaxlib import _jax  # type: ignore[attr-defined]
+
+        function = _jax.dlpack_managed_tensor_to_buffer
+        if "dl_device_type" not in (function.__doc__ or ""):
+            return False, None
+        return function, jax.devices("cpu")[0]
+    except (ImportError, AttributeError, RuntimeError):
+        return False, None
+
+
+register(JaxAdapter())

@@ -1,0 +1,51 @@
+"""PyTorch. Read and made through the exchange table on torch.Tensor; the table skips checks that `__dlpack__` has: they are the guards."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from interop.contract import Adapter, Guard, Limits, register
+
+if TYPE_CHECKING:
+    from interop import Device
+
+
+class TorchAdapter(Adapter):
+    """torch.Tensor and its subclasses; of those only Parameter shares the fast path, the others may override what export means."""
+
+    name = "torch"
+    types = ("torch.Tensor",)
+    exact = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
+    reads = "table"
+    table = "Tensor"
+    guards = (
+        Guard("requires_grad", "the tensor requires grad: autograd would not see what is done to the shared memory", "use x.detach()"),
+        Guard("is_neg", "the tensor has its negative bit set: the memory holds the negated values", "use x.resolve_neg()"),
+        Guard("is_conj", "the tensor has its conjugate bit set: the memory holds the conjugated values", "use x.resolve_conj()", True),
+    )
+    # Read-only is ignored and negative strides abort the process (measured, torch 2.13).
+    accepts = Limits(readonly=False, negative_strides=False)
+
+    def place(self, obj: Any) -> Device | None:
+        """A torch.device."""
+        cls = type(obj)
+        if cls.__module__ != "torch" or cls.__name__ != "device":
+            return None
+        from interop import Device
+
+        kind = {"cpu": "cpu", "cuda": "cuda", "xpu": "oneapi", "mps": "metal"}.get(obj.type)
+        if kind is None:
+            return None
+        index = obj.index
+        if index is None and kind == "cuda":
+            import torch
+
+            index = torch.cuda.current_device()
+        return Device(f"{kind}:{index or 0}")
+
+    def to_device(self, x: Any, device: Device) -> Any:
+        """A copy of the tensor on another device, made by torch on its current stream."""
+        return x.to(f"{device.name}:{device.id}" if device.name != "cpu" else "cpu")
+
+
+register(TorchAdapter())

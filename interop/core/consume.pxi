@@ -1,0 +1,406 @@
+# Reading: from any object that has memory to a Tensor. One ladder; what a type refuses is remembered in its record.
+
+cdef object _MAX_VERSION = (DLPACK_MAJOR, DLPACK_MINOR)
+cdef object _KW_VERSION_ONLY = ("max_version",)
+cdef str _S_DLPACK = "__dlpack__"
+
+# Filled by the CUDA adapter when it is there: pointer_device(address) -> id, order(device, from_stream, to_stream).
+_cuda_ops = None
+
+
+def set_cuda_ops(ops):
+    """The functions that only a CUDA driver can answer: `pointer_device`, `order`."""
+    global _cuda_ops
+    _cuda_ops = ops
+
+
+# ---- capsules ----
+cdef Tensor consume_capsule(object capsule):
+    """Take what is in a capsule: rename first, so that it is ours on every path (SPEC X-OWN), validate after."""
+    cdef Tensor t = blank_tensor()
+    cdef void* p = NULL
+    cdef bint versioned = False
+    with cython.critical_section(capsule):      # of two threads with one capsule, one wins
+        if PyCapsule_IsValid(capsule, b"dltensor_versioned"):
+            p = PyCapsule_GetPointer(capsule, b"dltensor_versioned")
+            PyCapsule_SetName(capsule, b"used_dltensor_versioned")
+            versioned = True
+        elif PyCapsule_IsValid(capsule, b"dltensor"):
+            p = PyCapsule_GetPointer(capsule, b"dltensor")
+            PyCapsule_SetName(capsule, b"used_dltensor")
+    if p == NULL:
+        refuse_capsule(capsule)
+    if versioned:
+        return adopt(t, <DLManagedTensorVersioned*>p)
+    return adopt_legacy(t, <DLManagedTensor*>p)
+
+
+cdef refuse_capsule(object capsule):
+    cdef const char* name = PyCapsule_GetName(capsule)
+    text = "NULL" if name == NULL else (<bytes>name).decode("ascii", "backslashreplace")
+    if text in ("used_dltensor", "used_dltensor_versioned"):
+        raise ExchangeError(f"this capsule ({text}) was already consumed: a DLPack capsule can be used once",
+                            "ask the producer for another: x.__dlpack__()")
+    raise TypeError(f"a capsule named {text!r} is no DLPack tensor: 'dltensor' or 'dltensor_versioned' is wanted")
+
+
+# ---- __dlpack__ ----
+cdef object keyword_refused(e, dict sent):
+    """Which of the keywords sent this TypeError says the producer does not know; None where it came from inside the producer."""
+    text = str(e)
+    if "keyword" in text:
+        for name in sent:
+            if f"'{name}'" in text or f"`{name}`" in text:
+                return name
+    if e.__traceback__ is None or e.__traceback__.tb_next is None and is_ours(e.__traceback__):
+        # Raised before any Python code of the producer ran: its argument parser. The newest keyword goes first.
+        for name in ("max_version", "copy", "dl_device", "stream"):
+            if name in sent:
+                return name
+    return None
+
+
+cdef bint is_ours(tb):
+    return tb.tb_frame.f_code.co_filename.endswith(("_core.pyx", ".pxi"))
+
+
+cdef dict _KW_BITS = {"max_version": KW_MAX_VERSION, "stream": KW_STREAM, "dl_device": KW_DEVICE, "copy": KW_COPY}
+
+
+cdef object call_dlpack(x, TypeRecord r, stream, dl_device, copy):
+    """``x.__dlpack__`` with the keywords that are needed and known. `stream`, `dl_device`, `copy`: None where not needed."""
+    cdef PyObject* args[2]
+    cdef int refused = r.refuses
+    cdef dict kwargs
+    if stream is None and dl_device is None and copy is None:
+        # The common call, without a dict
+        args[0] = <PyObject*>x
+        args[1] = <PyObject*>_MAX_VERSION
+        try:
+            if refused & KW_MAX_VERSION:
+                return PyObject_VectorcallMethod(_S_DLPACK, args, 1, NULL)
+            return PyObject_VectorcallMethod(_S_DLPACK, args, 1, <PyObject*>_KW_VERSION_ONLY)
+        except TypeError as e:
+            if refused & KW_MAX_VERSION or keyword_refused(e, {"max_version": 0}) is None:
+                raise
+        capsule = x.__dlpack__()
+        r.refuses |= KW_MAX_VERSION
+        return capsule
+    while True:
+        kwargs = {}
+        if not refused & KW_MAX_VERSION:
+            kwargs["max_version"] = _MAX_VERSION
+        if stream is not None and not refused & KW_STREAM:
+            kwargs["stream"] = stream
+        if dl_device is not None:
+            kwargs["dl_device"] = dl_device
+        if copy is not None:
+            kwargs["copy"] = copy
+        try:
+            capsule = x.__dlpack__(**kwargs)
+        except TypeError as e:
+            name = keyword_refused(e, kwargs)
+            if name is None:
+                raise
+            if name == "copy" or name == "dl_device":
+                raise ExchangeError(f"{type(x).__name__}.__dlpack__ does not know {name}=, so it cannot promise {name}={kwargs[name]!r}",
+                                    f"leave {name} out") from e
+            refused |= _KW_BITS[name]
+            continue
+        r.refuses |= refused     # remembered only once a call has succeeded without them
+        return capsule
+
+
+cdef object _ONE = 1
+cdef Device _CPU = get_device((kDLCPU, 0))
+
+
+cdef object promised_device(x):
+    """What ``__dlpack_device__`` says, or None where there is no such method."""
+    try:
+        method = x.__dlpack_device__
+    except AttributeError:
+        return None
+    pair = method()
+    if PyTuple_CheckExact(pair) and PyTuple_GET_SIZE(pair) == 2 and <object>PyTuple_GET_ITEM(pair, 0) is _ONE:
+        return _CPU              # its id says nothing (paddle: None)
+    kind, number = pair
+    return get_device((kind, number))
+
+
+cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
+    """Through ``__dlpack__``; the device first, because it decides which stream is sent."""
+    cdef Tensor t
+    cdef Device promised = promised_device(x)
+    cdef object dl_device = None, sent = None
+    if device is not None and promised is not None and device != promised:
+        dl_device = tuple(device)
+    if dl_device is None and promised is not None and has_streams(promised.dl.device_type):
+        sent = stream_number(stream, promised.dl.device_type)
+        if sent is None and promised.dl.device_type != kDLROCM:
+            sent = 1             # the legacy default stream, said aloud (array API: never 0)
+    elif stream is not None and stream_number(stream, kDLCPU) not in (None, -1):
+        raise ExchangeError(f"stream {stream!r}: memory that arrives on {device or promised} has no streams", "leave stream out")
+    capsule = call_dlpack(x, r, sent, dl_device, copy)
+    if not PyCapsule_CheckExact(capsule):
+        raise TypeError(f"{type(x).__name__}.__dlpack__ returned {type(capsule).__name__}, not a capsule")
+    t = consume_capsule(capsule)
+    if dl_device is not None:
+        check_arrival(t, device, x)
+    elif promised is not None:
+        check_arrival(t, promised, x)
+    if has_streams(t.dl.device.device_type):
+        t.stream = sent if sent is not None and not r.refuses & KW_STREAM else 1
+    if copy is False and t.flags & DL_IS_COPIED:
+        raise ExchangeError(f"{type(x).__name__}.__dlpack__ copied although copy=False forbids it")
+    return t
+
+
+cdef int check_arrival(Tensor t, Device wanted, x) except -1:
+    cdef DLDevice d = t.dl.device
+    if d.device_type == wanted.dl.device_type and (d.device_id == wanted.dl.device_id or host_accessible(d.device_type)):
+        return 0
+    # Whoever asks for the CPU gets any memory that the host can read (field report B10)
+    if host_accessible(wanted.dl.device_type) and host_accessible(d.device_type):
+        return 0
+    raise ExchangeError(f"{type(x).__name__}: __dlpack_device__ or dl_device says {wanted} and the capsule says {device_of(d)}")
+
+
+cdef object stream_number(stream, int32_t kind):
+    """A stream as the number that the array API wants for `kind`, or None. Takes ints and objects with ``__cuda_stream__``."""
+    if stream is None:
+        return None
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        stream = (protocol() if callable(protocol) else protocol)[1] or 1     # version, address; 0 is the legacy default stream
+    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
+        raise TypeError(f"stream {stream!r}: an int as the array API numbers streams, or an object with __cuda_stream__")
+    number = _index(stream)
+    if number < -1 or number >= 2**63:
+        raise ValueError(f"stream {number}: must be -1 (no ordering) or a stream")
+    if kind in (kDLCUDA, kDLCUDAManaged) and number == 0:
+        raise ValueError("stream 0 is ambiguous on CUDA: 1 is the legacy default stream, 2 the per-thread one (array API)")
+    if kind == kDLROCM and number in (1, 2):
+        raise ValueError(f"stream {number} is not defined on ROCm: 0 is its default stream (array API)")
+    return number
+
+
+# ---- the exchange table of another type ----
+cdef int borrow(PyObject* x, TypeRecord r, DLTensor* out) except -1:
+    if r.table.dltensor_from_py_object_no_sync(<void*>x, out) != 0:
+        raise_from_table(<object>x)
+    check_guards(r, x, out.dtype.code)
+    return 0
+
+
+cdef raise_from_table(x):
+    # The slot has set an error, or should have. Its class is the producer's; BufferError is what a refusal is here.
+    if PyErr_Occurred() == NULL:
+        raise ExchangeError(f"{type(x).__name__}: its exchange table failed without a reason")
+    try:
+        reraise()
+    except (BufferError, TypeError):
+        raise
+    except Exception as e:
+        raise ExchangeError(f"{type(x).__name__} cannot be exported: {first_line(e)}") from e
+
+
+cdef str first_line(e):
+    # torch appends its C++ frames; they stay in the cause
+    return str(e).partition("\n")[0]
+
+
+cdef int reraise() except -1:
+    return -1
+
+
+cdef int64_t table_stream(DLPackExchangeAPI* table, DLDevice d) except? -2:
+    cdef void* stream = NULL
+    if not has_streams(d.device_type):
+        return STREAM_NONE
+    if table.current_work_stream(d.device_type, d.device_id, &stream) != 0:
+        raise_from_table(None)
+    if stream == NULL:
+        return 0 if d.device_type == kDLROCM else 1
+    return <int64_t><intptr_t>stream
+
+
+cdef Tensor read_table(PyObject* x, TypeRecord r):
+    cdef DLTensor d
+    cdef DLManagedTensorVersioned* m = NULL
+    cdef Tensor t
+    if r.source == SRC_TABLE:
+        borrow(x, r, &d)
+        t = over_object(<object>x, &d, 0)
+    else:
+        t = blank_tensor()
+        if r.table.managed_tensor_from_py_object_no_sync(<void*>x, &m) != 0:
+            raise_from_table(<object>x)
+        if m == NULL:
+            raise ExchangeError(f"{type(<object>x).__name__}: its exchange table gave nothing")
+        adopt(t, m)
+        check_guards(r, x, t.dl.dtype.code)
+    t.stream = table_stream(r.table, t.dl.device)
+    return t
+
+
+# ---- buffers and array interfaces ----
+cdef DLDataType dtype_of_format(const char* format, Py_ssize_t itemsize) except *:
+    cdef DLDataType d
+    cdef const char* f = format
+    d.lanes = 1
+    d.bits = <uint8_t>(itemsize * 8) if itemsize <= 16 else 0
+    if f == NULL:
+        f = b"B"
+    if f[0] == c"=" or f[0] == c"@" or f[0] == c"<":
+        f += 1                   # little-endian is native on every machine that this runs on, see the check at import
+    elif (f[0] == c">" or f[0] == c"!") and itemsize == 1:
+        f += 1
+    if f[0] != 0 and f[1] == 0 and d.bits:
+        if f[0] in (c"b", c"h", c"i", c"l", c"q", c"n"):
+            d.code = kDLInt
+            return d
+        if f[0] in (c"B", c"H", c"I", c"L", c"Q", c"N", c"c"):
+            d.code = kDLUInt
+            return d
+        if (f[0] == c"e" and itemsize == 2) or (f[0] == c"f" and itemsize == 4) or (f[0] == c"d" and itemsize == 8):
+            d.code = kDLFloat
+            return d
+        if f[0] == c"?" and itemsize == 1:
+            d.code = kDLBool
+            return d
+    elif f[0] == c"Z" and f[1] != 0 and f[2] == 0 and ((f[1] == c"f" and itemsize == 8) or (f[1] == c"d" and itemsize == 16)):
+        d.code = kDLComplex
+        return d
+    raise ExchangeError(f"buffer format {(<bytes>format).decode('ascii', 'replace')!r} with {itemsize}-byte items has no DLPack dtype",
+                        "exchange the bytes: memoryview(x).cast('B')")
+
+
+cdef Tensor read_buffer(x):
+    """Over the buffer protocol; the buffer stays open (and what it belongs to unresizable) until the tensor and its views are gone."""
+    cdef _BufferTensor t = _BufferTensor.__new__(_BufferTensor)
+    cdef DLTensor d
+    cdef Py_ssize_t size
+    cdef int i, n
+    cdef int64_t strides[MAX_NDIM]
+    PyObject_GetBuffer(x, &t.view, PyBUF_FULL_RO)
+    n = t.view.ndim
+    if n > MAX_NDIM:
+        raise ExchangeError(f"ndim {n}: at most {MAX_NDIM}")
+    if t.view.suboffsets != NULL:
+        for i in range(n):
+            if t.view.suboffsets[i] >= 0:
+                raise ExchangeError("an indirect buffer (suboffsets) is not one piece of memory")
+    size = t.view.itemsize
+    if size <= 0:
+        raise ExchangeError(f"buffer with {size}-byte items")
+    d.dtype = dtype_of_format(t.view.format, size)
+    if t.view.strides != NULL:
+        for i in range(n):
+            if t.view.strides[i] % size and t.view.shape[i] > 1:
+                raise ExchangeError(f"stride {t.view.strides[i]} bytes is not a multiple of the {size}-byte items",
+                                    "a contiguous copy is evenly spaced")
+            strides[i] = t.view.strides[i] // size
+    d.data = t.view.buf
+    d.device.device_type = kDLCPU
+    d.device.device_id = 0
+    d.ndim = n
+    d.shape = <int64_t*>t.view.shape
+    d.strides = strides if t.view.strides != NULL else NULL
+    d.byte_offset = 0
+    take_tensor(t, &d, DL_READ_ONLY if t.view.readonly else 0)
+    return t
+
+
+class _Interface:
+    """Shows NumPy an array interface and nothing else of the object behind it."""
+    __slots__ = ("__array_interface__", "owner")
+
+
+cdef Tensor read_array_interface(x, interface):
+    holder = _Interface()
+    holder.__array_interface__ = interface
+    holder.owner = x
+    array = np.asarray(holder)
+    return tensor_of_array(<PyObject*>array)
+
+
+cdef Tensor read_cuda_interface(x, interface, Device device, stream):
+    """The CUDA array interface, versions 2 and 3 (field order and stream rules: Numba's CUDA Array Interface text)."""
+    cdef DLTensor d
+    cdef int64_t shape[MAX_NDIM]
+    cdef int64_t strides[MAX_NDIM]
+    cdef int i, n
+    cdef Tensor t
+    cdef int64_t size
+    if not isinstance(interface, dict):
+        raise TypeError(f"__cuda_array_interface__ of {type(x).__name__} is not a dict")
+    try:
+        dims, typestr, (address, readonly), version = interface["shape"], interface["typestr"], interface["data"], interface["version"]
+    except (KeyError, TypeError, ValueError) as e:
+        raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__} lacks a field or has a malformed one: {e}") from None
+    if version < 2:
+        raise ExchangeError(f"__cuda_array_interface__ version {version}: interop reads 2 and 3")
+    if interface.get("mask") is not None:
+        raise ExchangeError("__cuda_array_interface__ with a mask: DLPack cannot express it")
+    try:
+        d.dtype = coerce_dtype(typestr)
+    except (TypeError, ValueError) as e:
+        raise ExchangeError(f"__cuda_array_interface__ typestr {typestr!r}: {e}") from None
+    n = len(dims)
+    if n > MAX_NDIM:
+        raise ExchangeError(f"ndim {n}: at most {MAX_NDIM}")
+    steps = interface.get("strides")
+    if steps is not None and len(steps) != n:
+        raise ExchangeError(f"strides {steps} for shape {dims}")
+    size = element_bytes(d.dtype, 0)
+    try:
+        for i in range(n):
+            shape[i] = dims[i]
+            if steps is not None:
+                if steps[i] % size:
+                    raise ExchangeError(f"strides {steps} bytes are not multiples of the {size}-byte elements")
+                strides[i] = steps[i] // size
+        d.data = <void*><uintptr_t>(address or 0)
+    except (OverflowError, TypeError) as e:
+        raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__}: {e}") from None
+    if device is None:
+        if _cuda_ops is None:
+            raise ExchangeError("__cuda_array_interface__ does not say which GPU it is on, and no CUDA driver is here to ask",
+                                "say device='cuda:0', or install cuda-bindings")
+        number = _cuda_ops.pointer_device(<uintptr_t>d.data)
+    else:
+        number = device.id
+    d.device.device_type = kDLCUDA
+    d.device.device_id = number
+    d.ndim = n
+    d.shape = shape
+    d.strides = strides if steps is not None else NULL
+    d.byte_offset = 0
+    t = over_object(x, &d, DL_READ_ONLY if readonly else 0)
+    pending = interface.get("stream")
+    # None: nothing to wait for. Before version 3 there was no such field: the legacy default stream is what was meant
+    t.stream = STREAM_NONE if version >= 3 and pending is None else stream_number(1 if pending is None else pending, kDLCUDA)
+    return t
+
+
+cdef object instance_attribute(x, name):
+    try:
+        return getattr(x, name)
+    except AttributeError:
+        return None
+
+
+cdef Tensor read_instance(x, TypeRecord r, Device device, copy, stream):
+    """Nothing on the type says what it is; some objects answer for themselves."""
+    if instance_attribute(x, "__dlpack__") is not None and not isinstance(x, type):
+        return read_dlpack(x, r, device, copy, stream)
+    interface = instance_attribute(x, "__cuda_array_interface__")
+    if interface is not None and not isinstance(x, type):
+        return read_cuda_interface(x, interface, device, stream)
+    interface = instance_attribute(x, "__array_interface__")
+    if interface is not None and not isinstance(x, type):
+        return read_array_interface(x, interface)
+    raise TypeError(f"{type(x).__module__}.{type(x).__qualname__} shares no memory: it has no __dlpack__, no buffer, no "
+                    f"__array_interface__ and no __cuda_array_interface__" +
+                    ("; np.asarray(x) makes an array of it" if isinstance(x, (list, tuple, int, float, complex)) else ""))

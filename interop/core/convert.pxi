@@ -1,0 +1,535 @@
+# Conversion: a source borrowed onto the stack, what stands in the way of the target, and the target's way of making an object.
+
+cdef struct Source:
+    DLTensor dl
+    uint64_t flags
+    int64_t stream
+    PyObject* owner              # what keeps the memory: borrowed from the object itself, or from `keep`
+    int64_t dims[2 * INLINE_DIMS]
+
+
+cdef inline bint misaligned(DLTensor* t) noexcept nogil:
+    return addressable(t.device.device_type) and \
+        (<uintptr_t>t.data + t.byte_offset) & <uintptr_t>(component_bytes(t.dtype) - 1) and not is_empty(t.ndim, t.shape)
+
+
+cdef inline Tensor read_as_is(PyObject* x, TypeRecord r):
+    """A Tensor over `x` wherever it is, without copying and without asking its alignment."""
+    cdef int source = r.source
+    if source == SRC_NDARRAY:
+        return tensor_of_array(x)
+    if source == SRC_TENSOR:
+        return <Tensor>x
+    if source == SRC_TABLE or source == SRC_TABLE_OWNED:
+        return read_table(x, r)
+    return read_slow(<object>x, r, None, None, None)
+
+
+cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream):
+    cdef int source = r.source
+    if source == SRC_TENSOR or source == SRC_NDARRAY or source == SRC_TABLE or source == SRC_TABLE_OWNED:
+        return read_as_is(<PyObject*>x, r)
+    if source == SRC_NDARRAY_KIN:
+        return tensor_of_array_subclass(x)
+    if r.n_guards:
+        check_guards(r, <PyObject*>x, -1)
+    if source == SRC_CAPSULE:
+        return consume_capsule(x)
+    if source == SRC_ADAPTER:
+        t = r.adapter.to_tensor(x)
+        if not isinstance(t, Tensor):
+            raise TypeError(f"adapter {r.framework}: to_tensor returned {type(t).__name__}, not a Tensor")
+        return t
+    if source == SRC_BUFFER:
+        if device is None:
+            try:
+                return read_buffer(x)
+            except (BufferError, ValueError):        # jax: a dtype or a device that buffers do not have
+                if find_on_type(type(x), "__dlpack__") is None:
+                    raise
+        return read_dlpack(x, r, device, copy, stream)
+    if source == SRC_DLPACK:
+        return read_dlpack(x, r, device, copy, stream)
+    return read_instance(x, r, device, copy, stream)
+
+
+# ---- copies, and who is told of them ----
+_note_copy = None                # routing.note_copy
+
+
+def set_note_copy(function):
+    """`routing.note_copy(source, target, nbytes, reason, remedy)`: counts the copy or, in a guard, raises before it is made."""
+    global _note_copy
+    _note_copy = function
+
+
+cdef int note_copy(DLTensor* t, uint64_t flags, str source, str target, str reason, remedy) except -1:
+    _note_copy(source, target, bytes_of(t.dtype, count(t.ndim, t.shape), flags), reason, remedy)
+    return 0
+
+
+cdef Tensor packed(DLTensor* t, uint64_t flags, str source, str target, str reason, remedy):
+    note_copy(t, flags, source, target, reason, remedy)
+    return pack(t, flags)
+
+
+# ---- as_tensor ----
+cdef inline Tensor quick_tensor(PyObject* x):
+    cdef Tensor t
+    if Py_TYPE(x) == &PyArray_Type:
+        t = tensor_of_array(x)
+    else:
+        t = read_as_is(x, record_of(x))
+    if misaligned(&t.dl):
+        return align(t)
+    return t
+
+
+cdef Tensor align(Tensor t):
+    return packed(&t.dl, t.flags, "misaligned memory", "interop", misaligned_reason(&t.dl), "allocate it aligned")
+
+
+cdef str misaligned_reason(DLTensor* t):
+    return (f"address {<uintptr_t>t.data + t.byte_offset:#x} is not a multiple of the {component_bytes(t.dtype)} bytes "
+            f"that {dtype_of(t.dtype)} needs")
+
+
+def as_tensor(x, /, *, device=None, copy=None, readonly=None, stream=None):
+    """A `Tensor` over the memory of anything that has some.
+
+    Read are: interop Tensors, NumPy arrays, objects with DLPack's C exchange table, ``__dlpack__``, the buffer protocol,
+    ``__cuda_array_interface__`` (2, 3) or ``__array_interface__``, and raw DLPack capsules, which are consumed.
+
+    Args:
+        x: the object. It is kept alive, or its buffer open, until the tensor and everything made from it are gone.
+        device: where the bytes must be. Another memory than theirs is reached by a copy, where there is one.
+        copy: True always copies, False never (ExchangeError), None only where nothing else works (misaligned memory).
+        readonly: True gives a read-only view; False copies memory that is read-only; None keeps the flag.
+        stream: on CUDA and ROCm, the stream (as the array API numbers them) on which the memory will be used.
+
+    Raises:
+        ExchangeError: the memory cannot be had as asked; `reason` and `remedy` say why and what to do.
+        TypeError: `x` shares no memory. An error raised inside a producer passes unchanged.
+    """
+    if device is None and copy is None and readonly is None and stream is None:
+        return quick_tensor(<PyObject*>x)
+    return tensor_as_asked(x, None if device is None else place_device(device), flag(copy, "copy"), flag(readonly, "readonly"), stream)
+
+
+cdef object flag(value, str name):
+    if value is not None and value is not True and value is not False:
+        raise TypeError(f"{name} {value!r}: must be True, False or None")
+    return value
+
+
+cdef Device place_device(place):
+    """The Device of a place: itself, its spelling, a pair, or a framework's own device object."""
+    if isinstance(place, (Device, str, tuple)):
+        return get_device(place)
+    found = target_of(place)
+    if found.place is None:
+        raise TypeError(f"{place!r} is not a device")
+    return found.place
+
+
+cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
+    cdef TypeRecord r = record_of(<PyObject*>x)
+    cdef Tensor t
+    if device is not None and r.source not in (SRC_TENSOR, SRC_NDARRAY, SRC_NDARRAY_KIN, SRC_CAPSULE):
+        t = read_towards(x, r, device, copy, stream)
+    else:
+        t = read_slow(x, r, None, False if copy is False else None, stream)
+    if device is not None and not same_memory(t.dl.device, device.dl):
+        raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: interop has no way to copy between them yet",
+                            "let the framework move it first")
+    if copy is False and t.flags & DL_IS_COPIED and r.source != SRC_TENSOR:
+        raise ExchangeError(f"{type(x).__name__} arrived as a copy and copy=False forbids it")
+    if stream is not None:
+        settle_stream(t, stream)
+    if copy is True:
+        if not (t.flags & DL_IS_COPIED) or r.source == SRC_TENSOR:
+            t = packed(&t.dl, t.flags, source_name(x, r), "interop", "copy=True was asked for", None)
+    elif misaligned(&t.dl):
+        if copy is False:
+            raise ExchangeError(misaligned_reason(&t.dl), "copy=None copies")
+        t = align(t)
+    if readonly is False and t.flags & DL_READ_ONLY:
+        if copy is False:
+            raise ExchangeError("the memory is read-only, readonly=False asks to write, and copy=False forbids a copy",
+                                "copy=None copies; readonly=None keeps it read-only")
+        t = packed(&t.dl, t.flags, source_name(x, r), "interop", "read-only memory, and readonly=False asks to write", "readonly=None")
+    if readonly is True and not t.flags & DL_READ_ONLY:
+        t = relabelled(t, DL_READ_ONLY)
+    return t
+
+
+cdef Tensor relabelled(Tensor base, uint64_t readonly):
+    """The same view with the read-only flag set or cleared. Clearing takes somebody who vouches that nobody writes."""
+    cdef Tensor t = like_view(base)
+    take_dims(t, base.dl.ndim, base.dl.shape, base.dl.strides)
+    t.flags = (base.flags & ~<uint64_t>DL_READ_ONLY) | readonly
+    return t
+
+
+cdef settle_stream(Tensor t, stream):
+    # What the caller will use: pending work is ordered before it, and it is what is pending from here on.
+    number = stream_number(stream, t.dl.device.device_type)
+    if has_streams(t.dl.device.device_type):
+        order_streams(&t.dl, t.stream, number)
+        if number != -1:
+            t.stream = number
+    elif number is not None and number != -1:
+        raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "leave stream out")
+
+
+cdef bint same_memory(DLDevice have, DLDevice want) noexcept:
+    if have.device_type == want.device_type and have.device_id == want.device_id:
+        return True
+    return want.device_type == kDLCPU and host_accessible(have.device_type)
+
+
+cdef str source_name(x, TypeRecord r):
+    return r.framework if r.framework is not None else type(x).__qualname__
+
+
+cdef Tensor read_towards(x, TypeRecord r, Device device, copy, stream):
+    """Read `x` when its bytes are wanted on `device`; a producer that can cross by itself is asked to (dl_device)."""
+    cdef Device here = promised_device(x)
+    cdef Tensor t
+    if here is None or same_memory(here.dl, device.dl):
+        return read_slow(x, r, None, False if copy is False else None, stream)
+    if copy is False:
+        raise ExchangeError(f"{source_name(x, r)} is on {here} and device={str(device)!r} asks for another memory: that takes a copy, "
+                            "which copy=False forbids", "leave copy out")
+    check_guards(r, <PyObject*>x, -1)
+    # Counted before it is made, so that a guard can forbid it; the size is not known yet without asking the object
+    _note_copy(source_name(x, r), str(device), size_in_bytes(x), f"from {here} to {device}", "keep it where it is")
+    t = read_dlpack(x, r, device, copy, stream)
+    t.flags |= DL_IS_COPIED
+    return t
+
+
+cdef object size_in_bytes(x):
+    n = getattr(x, "nbytes", 0)
+    return n if isinstance(n, int) else 0
+
+
+def from_dlpack(x, /, *, device=None, copy=None):
+    """The array API's ``from_dlpack``: a `Tensor` from an object with ``__dlpack__`` and ``__dlpack_device__``.
+
+    Args:
+        x: the object. A raw capsule is not one: `as_tensor` takes it.
+        device: where the bytes must be; None: where they are.
+        copy: True always copies, False never, None only where it must be.
+
+    Raises:
+        TypeError: `x` does not speak DLPack.
+        BufferError: it cannot be exchanged as asked (array API).
+    """
+    if instance_attribute(x, "__dlpack__") is None or instance_attribute(x, "__dlpack_device__") is None:
+        raise TypeError(f"{type(x).__module__}.{type(x).__qualname__} has no __dlpack__ and __dlpack_device__; interop.as_tensor "
+                        "also takes buffers, array interfaces and capsules")
+    return tensor_as_asked(x, None if device is None else place_device(device), flag(copy, "copy"), None, None)
+
+
+# ---- to ----
+cdef enum:                       # what stands in the way of a target
+    CLEAR = 0
+    IS_READONLY = 1
+    IS_NEGATIVE = 2
+    IS_STRIDED = 3
+    IS_UNALIGNED = 4
+    IS_ELSEWHERE = 5
+
+
+cdef int obstacle(Target g, DLTensor* t, uint64_t flags, bint promised) except -1:
+    """The first reason why memory like `t` cannot be handed to `g` as it is. `promised`: the caller will only read."""
+    cdef int i
+    cdef int64_t seen
+    if g.devices is not None and t.device.device_type not in g.devices:
+        return IS_ELSEWHERE
+    if flags & DL_READ_ONLY and not g.holds_readonly and not promised:
+        return IS_READONLY
+    if not g.negative:
+        for i in range(t.ndim):
+            if t.strides[i] < 0 and t.shape[i] > 1:
+                return IS_NEGATIVE
+    if not g.strided and not is_permuted_compact(t):
+        return IS_STRIDED
+    if addressable(t.device.device_type) and not is_empty(t.ndim, t.shape):
+        seen = <int64_t>((<uintptr_t>t.data + t.byte_offset) & 0xffff)
+        if seen % g.alignment or (seen & (component_bytes(t.dtype) - 1) and g.kind != TO_NUMPY):
+            return IS_UNALIGNED
+    return CLEAR
+
+
+cdef bint is_permuted_compact(DLTensor* t) noexcept nogil:
+    # Whether some order of the dimensions makes it row-major: follow the strides 1, 1*shape, ... until all are used.
+    cdef int64_t step = 1
+    cdef uint64_t left = 0
+    cdef int i, hits
+    if is_empty(t.ndim, t.shape):
+        return True
+    for i in range(t.ndim):
+        if t.shape[i] != 1:
+            left |= (<uint64_t>1) << i
+    while left:
+        hits = 0
+        for i in range(t.ndim):
+            if left >> i & 1 and t.strides[i] == step:
+                left &= ~((<uint64_t>1) << i)
+                step *= t.shape[i]
+                hits = 1
+                break
+        if not hits:
+            return False
+    return True
+
+
+cdef tuple explain(int what, Target g, DLTensor* t):
+    if what == IS_READONLY:
+        return (f"the memory is read-only and {g.name} cannot hold that", "readonly=True promises that you only read; copy=None copies")
+    if what == IS_NEGATIVE:
+        return (f"negative strides {tuple_of(t.ndim, t.strides)}: {g.name} has none", "copy=None packs them")
+    if what == IS_STRIDED:
+        return (f"strides {tuple_of(t.ndim, t.strides)} with shape {tuple_of(t.ndim, t.shape)}: {g.name} takes memory without gaps only",
+                "copy=None packs it")
+    if what == IS_UNALIGNED:
+        wanted = max(g.alignment, component_bytes(t.dtype))
+        return (f"address {<uintptr_t>t.data + t.byte_offset:#x} is not a multiple of {wanted} bytes, which {g.name} needs to share it",
+                "copy=None copies; allocate it aligned to avoid that")
+    return (f"memory on {device_of(t.device)}: {g.name} cannot use it",
+            "device='cpu' copies it to the host" if addressable(t.device.device_type) else "map it")
+
+
+def to(x, target=None, /, *, like=None, device=None, copy=None, readonly=None, stream=None):
+    """`x` as another framework's object over the same memory.
+
+    ``to(x, "torch")``, ``to(x, torch)``, ``to(x, torch.Tensor)``, ``to(x, like=y)``; a device or place as the target, as in
+    ``to(x, "cuda:0")``, gives a `Tensor` there. A class with ``from_dlpack`` is a target too, and so is a module that has it.
+
+    Args:
+        x: anything that `as_tensor` takes.
+        target: name, module, type or place.
+        like: instead of a target: the framework and the device of this object.
+        device: where the bytes must end. Without it a framework's name never moves memory to another device.
+        copy: True always copies, False never (ExchangeError with the reason), None only where sharing is impossible and a copy
+            within the same memory helps: read-only or reversed memory for torch, unaligned or strided memory for jax.
+        readonly: True promises to only read, so that read-only memory may be shared with frameworks that cannot say so; False asks
+            to write: read-only memory is copied; None keeps the flag.
+        stream: on CUDA and ROCm, the stream on which the result will be used, instead of the target's current one.
+
+    Returns `x` itself where it already is what is asked for.
+    """
+    cdef Target g
+    cdef TypeRecord r
+    if like is not None:
+        if target is not None:
+            raise TypeError("give a target or like=, not both")
+        return to_like(x, like, device, copy, readonly, stream)
+    if target is None:
+        raise TypeError("no target: interop.to(x, 'torch'), or like=y")
+    g = target_of(target)
+    r = record_of(<PyObject*>x)
+    if device is None and copy is None and readonly is None and stream is None and g.place is None:
+        if r.exact and r.framework is g.name:
+            return x
+        return convert(x, r, g, None, None, None)
+    return convert_as_asked(x, r, g, device, flag(copy, "copy"), flag(readonly, "readonly"), stream)
+
+
+cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
+    """The common way: nothing is moved to another device."""
+    cdef Source s
+    cdef Tensor t = None
+    cdef int what
+    cdef bint promised = readonly is True
+    if r.source == SRC_NDARRAY and PyArray_NDIM(<NpyArray*><PyObject*>x) <= INLINE_DIMS:
+        read_array(<PyObject*>x, &s.dl, s.dims, &s.flags)
+        s.owner = <PyObject*>x
+        s.stream = STREAM_NONE
+    elif r.source == SRC_TABLE:
+        borrow(<PyObject*>x, r, &s.dl)
+        check_tensor(&s.dl)
+        if s.dl.strides == NULL and s.dl.ndim:
+            t = read_table(<PyObject*>x, r)
+        else:
+            s.flags = overlap_flag(s.dl.ndim, s.dl.shape, s.dl.strides)
+            s.owner = <PyObject*>x
+            s.stream = table_stream(r.table, s.dl.device)
+    else:
+        # a stream is the consumer's: the producer is asked for it only where __dlpack__ is called
+        t = read_slow(x, r, None, False if copy is False else None, stream)
+    if t is not None:
+        use(&s, t)
+    return finish(&s, t, x, r, g, copy, readonly, stream)
+
+
+cdef inline void use(Source* s, Tensor t) noexcept:
+    s.dl = t.dl
+    s.flags = t.flags
+    s.owner = <PyObject*>t
+    s.stream = t.stream
+
+
+cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonly, stream):
+    """From a borrowed source to the target's object; `t` keeps what is borrowed where the object itself does not."""
+    cdef int what
+    cdef bint promised = readonly is True
+    if readonly is False and not g.writable:
+        raise ExchangeError(f"readonly=False asks to write and {g.name} arrays are never written to", "leave readonly out")
+    what = obstacle(g, &s.dl, s.flags, promised)
+    if what == CLEAR and readonly is False and s.flags & DL_READ_ONLY:
+        what = IS_READONLY
+    if what != CLEAR or copy is True:
+        reason, remedy = explain(what, g, &s.dl) if what != CLEAR else ("copy=True was asked for", None)
+        if what == IS_ELSEWHERE or copy is False:
+            raise ExchangeError(reason, remedy)
+        t = packed(&s.dl, s.flags, source_name(x, r), g.name, reason, remedy)
+        use(s, t)
+    if promised:
+        s.flags |= DL_READ_ONLY
+    return build(s, t, g, promised, stream)
+
+
+cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
+    if g.kind == TO_NUMPY:
+        return array_of(&s.dl, s.flags, s.owner)
+    if g.kind == TO_TABLE:
+        return through_table(s, g, stream)
+    t = tensor_of_source(s, t)
+    if g.kind == TO_TENSOR:
+        if stream is not None:
+            settle_stream(t, stream)
+        return t
+    if g.kind == TO_ADAPTER:
+        # Who never writes, or was promised for, need not be told by a flag that its own import may not know
+        if t.flags & DL_READ_ONLY and (not g.writable or not g.holds_readonly):
+            t = relabelled(t, 0)
+        return g.adapter.from_tensor(t, place=g.native_place, stream=stream)
+    if promised:
+        try:
+            return g.call(t)
+        except BufferError:      # it knows the flag and cannot hold it; the caller's promise stands in
+            return g.call(relabelled(t, 0))
+    return g.call(t)
+
+
+cdef Tensor tensor_of_source(Source* s, Tensor t):
+    if t is None:
+        if Py_TYPE(s.owner) == &PyArray_Type:
+            t = tensor_of_array(s.owner)
+        else:
+            t = over_object(<object>s.owner, &s.dl, s.flags)
+            t.stream = s.stream
+    if s.flags & DL_READ_ONLY and not t.flags & DL_READ_ONLY:
+        t = relabelled(t, DL_READ_ONLY)
+    return t
+
+
+cdef object through_table(Source* s, Target g, stream):
+    """The target's own exchange table makes the object. Whether it ran the deleter when it failed, the block's guard tells."""
+    cdef void* out = NULL
+    cdef Block* b
+    cdef int rc
+    cdef int64_t wanted
+    if has_streams(s.dl.device.device_type):
+        number = stream_number(stream, s.dl.device.device_type)
+        wanted = table_stream(g.table, s.dl.device) if number is None else number
+        order_streams(&s.dl, s.stream, wanted)
+    b = export_block(&s.dl, s.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), s.owner)
+    b.guard = 1
+    rc = g.table.managed_tensor_to_py_object_no_sync(&b.v, &out)
+    if rc == 0 and out != NULL:
+        if not interop_cas(&b.guard, 1, 0):
+            free_block(b)        # it took what it needed and deleted at once
+        value = <object>out
+        Py_DECREF(value)
+        return value
+    free_block(b)
+    refuse_import(g, &s.dl)
+
+
+cdef refuse_import(Target g, DLTensor* t):
+    if PyErr_Occurred() == NULL:
+        raise ExchangeError(f"{g.name} refused {dtype_of(t.dtype)} on {device_of(t.device)} without a reason")
+    try:
+        reraise()
+    except ExchangeError:
+        raise
+    except Exception as e:
+        raise ExchangeError(f"{g.name} cannot hold {dtype_of(t.dtype)} on {device_of(t.device)}: {first_line(e)}",
+                            "interop.as_tensor(x).view(dtype) shows the bytes as a dtype that it knows") from e
+
+
+cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, stream):
+    cdef Device wanted = g.place if device is None else place_device(device)
+    cdef Tensor t
+    cdef Source s
+    if g.place is not None and device is not None and g.place != wanted:
+        raise ValueError(f"target {g.name} is on {g.place} and device={str(wanted)!r}")
+    if copy is not True and r.exact and r.framework is g.name and stream is None and is_there(x, r, g, wanted, readonly):
+        return x
+    if wanted is None:
+        return convert(x, r, g, copy, readonly, stream)
+    if r.source in (SRC_TENSOR, SRC_NDARRAY, SRC_NDARRAY_KIN, SRC_CAPSULE):
+        t = read_slow(x, r, None, None, stream)
+    else:
+        t = read_crossing(x, r, g, wanted, copy, stream)
+    use(&s, t)
+    if same_memory(t.dl.device, wanted.dl):
+        return finish(&s, t, x, r, g, copy if not t.flags & DL_IS_COPIED else None, readonly, stream)
+    return cross(t, x, r, g, wanted, copy, readonly, stream)
+
+
+cdef Tensor read_crossing(x, TypeRecord r, Target g, Device wanted, copy, stream):
+    # Towards the host a producer crosses by itself; towards a device the target's framework may be able to.
+    if wanted.dl.device_type == kDLCPU:
+        return read_towards(x, r, wanted, copy, stream)
+    return read_slow(x, r, None, False if copy is False else None, stream)
+
+
+cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, readonly, stream):
+    """To another memory, which has been asked for: aliased where it is, then moved by the target's framework."""
+    cdef Source s
+    cdef str name = source_name(x, r)
+    here = device_of(t.dl.device)
+    if copy is False:
+        raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids", "leave copy out")
+    if g.adapter is None or getattr(g.adapter, "to_device", None) is None:
+        raise ExchangeError(f"interop has no way of its own to copy from {here} to {wanted} yet",
+                            "a framework that uses the device can: interop.to(x, 'torch', device=...)")
+    note_copy(&t.dl, t.flags, name, g.name, f"from {here} to {wanted}", "keep it where it is")
+    use(&s, t)
+    value = finish(&s, t, x, r, g, None, True, stream)       # only read on the way
+    try:
+        return g.adapter.to_device(value, wanted)
+    except (RuntimeError, ValueError, AssertionError) as e:
+        raise ExchangeError(f"{g.name} cannot copy from {here} to {wanted}: {first_line(e)}") from e
+
+
+cdef bint is_there(x, TypeRecord r, Target g, Device wanted, readonly) except -1:
+    """Whether `x`, of the target's own type, already satisfies device and readonly."""
+    cdef Device here
+    if readonly is False and g.holds_readonly:
+        if not g.writable or read_as_is(<PyObject*>x, r).flags & DL_READ_ONLY:
+            return False
+    if wanted is None:
+        return True
+    here = promised_device(x)
+    return here is not None and here == wanted
+
+
+cdef object to_like(x, like, device, copy, readonly, stream):
+    cdef TypeRecord r = record_of(<PyObject*>like)
+    cdef Target g
+    cdef Device there
+    if r.framework is not None:
+        g = target_of(r.framework)
+    else:
+        g = target_of(type(like))
+    if device is None:
+        there = promised_device(like)
+        # host memory of any kind is at home on the CPU
+        device = there if there is not None and not host_accessible(there.dl.device_type) else get_device("cpu")
+    return convert_as_asked(x, record_of(<PyObject*>x), g, device, flag(copy, "copy"), flag(readonly, "readonly"), stream)

@@ -1,0 +1,104 @@
+# Making: a Tensor as a capsule. One exporter for both kinds; every keyword is honoured or refused.
+
+cdef expose(Tensor t, stream, max_version, dl_device, copy):
+    cdef DLDevice d = t.dl.device
+    cdef bint versioned = False
+    cdef int minor = 0
+    cdef uint64_t flags
+    cdef Tensor source = t
+    cdef Block* b
+    cdef LegacyBlock* m
+    cdef object capsule
+    if max_version is not None:
+        versioned, minor = wanted_version(max_version)
+    if dl_device is not None:
+        check_wanted_device(t, dl_device)
+    if copy is not None and copy is not True and copy is not False:
+        raise TypeError(f"copy {copy!r}: must be True, False or None (array API)")
+    if stream is not None or has_streams(d.device_type):
+        order_export(t, stream)
+    flags = t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED)
+    if copy is True:
+        note_copy(&t.dl, t.flags, "interop", "capsule", "copy=True was asked for", None)
+        source = pack(&t.dl, t.flags)
+        flags = (source.flags & DL_SUBBYTE_PADDED) | DL_IS_COPIED
+    if versioned:
+        b = export_block(&source.dl, flags, <PyObject*>source)
+        b.v.version.minor = minor
+        try:
+            return new_capsule(b, b"dltensor_versioned", capsule_gone)
+        except BaseException:
+            free_block(b)
+            raise
+    if flags & DL_READ_ONLY:
+        raise ExchangeError("a read-only tensor cannot leave in a legacy capsule, which has no flag for it",
+                            "ask with max_version=(1, 0) or newer, or share it by interop.to(x, target, readonly=True)")
+    if flags & DL_SUBBYTE_PADDED:
+        raise ExchangeError("padded sub-byte elements cannot leave in a legacy capsule, which has no flag for them",
+                            "ask with max_version=(1, 1) or newer")
+    m = export_legacy(&source.dl, <PyObject*>source)
+    try:
+        return new_capsule(m, b"dltensor", capsule_gone)
+    except BaseException:
+        delete_legacy(&m.m)
+        raise
+
+
+cdef (bint, int) wanted_version(max_version) except *:
+    cdef long major = -1, minor = -1
+    if PyTuple_CheckExact(max_version) and PyTuple_GET_SIZE(max_version) == 2:
+        a, b = max_version
+    else:
+        try:
+            a, b = max_version
+        except (TypeError, ValueError):
+            raise TypeError(f"max_version {max_version!r}: must be a pair of ints or None") from None
+    try:
+        major = PyLong_AsLong(a if PyLong_CheckExact(a) else _index(a))
+        minor = PyLong_AsLong(b if PyLong_CheckExact(b) else _index(b))
+    except TypeError:
+        raise TypeError(f"max_version {max_version!r}: must be a pair of ints or None") from None
+    except OverflowError:
+        raise ValueError(f"max_version {max_version!r}: not a version") from None
+    if major < 0 or minor < 0:
+        raise ValueError(f"max_version {max_version!r}: versions are not negative")
+    if major < DLPACK_MAJOR:
+        return False, 0
+    # A later major: the newest that we know, which the consumer then judges
+    return True, DLPACK_MINOR if major > DLPACK_MAJOR or minor > DLPACK_MINOR else minor
+
+
+cdef int check_wanted_device(Tensor t, dl_device) except -1:
+    cdef Device wanted = get_device(dl_device if isinstance(dl_device, (tuple, Device)) else tuple(dl_device))
+    cdef DLDevice d = t.dl.device
+    if wanted.dl.device_type == d.device_type and wanted.dl.device_id == d.device_id:
+        return 0
+    if wanted.dl.device_type == kDLCPU and host_accessible(d.device_type):
+        return 0                 # the host reads it where it is; the consumer accepts these types (field report B10)
+    raise ExchangeError(f"this tensor is on {device_of(d)} and dl_device asks for {wanted}",
+                        f"interop.to(t, {str(wanted)!r}) copies where an adapter can")
+
+
+cdef int order_export(Tensor t, stream) except -1:
+    """Make the memory ready on the consumer's stream (array API: it is a stream of the producer's device)."""
+    cdef int32_t kind = t.dl.device.device_type
+    cdef int64_t pending = t.stream
+    number = stream_number(stream, kind)
+    if not has_streams(kind):
+        if number is None or number == -1:
+            return 0
+        raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "pass None or -1")
+    if number is None:
+        number = 0 if kind == kDLROCM else 1
+    return order_streams(&t.dl, pending, number)
+
+
+cdef int order_streams(DLTensor* t, int64_t pending, int64_t wanted) except -1:
+    if wanted == -1 or pending == STREAM_NONE or pending == wanted:
+        return 0                 # equal streams cost nothing
+    if _cuda_ops is None or t.device.device_type == kDLROCM:
+        raise ExchangeError(f"work on stream {pending:#x} of {device_of(t.device)} must be finished before stream {wanted:#x} reads, "
+                            "and interop has no driver here to order them",
+                            "use the same stream on both sides, or synchronise and pass stream=-1")
+    _cuda_ops.order(t.device.device_id, pending, wanted)
+    return 0

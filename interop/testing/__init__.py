@@ -1,0 +1,80 @@
+"""Tools to test an implementation of DLPack with: look inside capsules, and feed hostile ones.
+
+* `Capsule` reads a capsule without consuming it; `Consumed` is what a consumer holds, with the duty to delete once.
+* `Forged` makes managed tensors with any value in any field, and counts what the consumer did with the deleter.
+* `Producer`, `producer_type`, `WithoutDevice`, `Forwarder`, `ArrayInterface`, `CudaArrayInterface` speak one protocol.
+* `exchange_table` calls the slots of a type's C exchange table; `ForgedTable` builds one.
+
+Pure ctypes and standard library. Nothing here imports an array library or any other part of `interop`, so it can judge
+all of them. It is meant for tests, also of other libraries: it trusts pointers and loads no safety net.
+
+    >>> forged = Forged((2, 3), flags=READ_ONLY)
+    >>> Capsule(forged.capsule()).readonly, forged.deleted
+    (True, 1)
+"""
+
+from .abi import (
+    BFLOAT,
+    BOOL,
+    COMPLEX,
+    CPU,
+    CUDA,
+    CUDA_HOST,
+    CUDA_MANAGED,
+    EXCHANGE_API,
+    EXT_DEV,
+    FLOAT,
+    FLOAT4_E2M1FN,
+    HOST_DEVICES,
+    INT,
+    IS_COPIED,
+    LEGACY,
+    METAL,
+    ONEAPI,
+    OPAQUE_HANDLE,
+    OPENCL,
+    READ_ONLY,
+    ROCM,
+    ROCM_HOST,
+    SUBBYTE_PADDED,
+    UINT,
+    USED_LEGACY,
+    USED_VERSIONED,
+    VERSIONED,
+    VULKAN,
+    WEBGPU,
+    DLDataType,
+    DLDevice,
+    DLManagedTensor,
+    DLManagedTensorVersioned,
+    DLPackExchangeAPI,
+    DLPackExchangeAPIHeader,
+    DLPackVersion,
+    DLTensor,
+    Malformed,
+    TensorFields,
+)
+from .capsule import Capsule, Consumed, ManagedTensor, Spent, compact_strides
+from .exchange import AllocatorError, ContractBroken, ExchangeTable, ForgedTable, exchange_table
+from .forged import Forged, settle, strays
+from .producers import (
+    ABSENT,
+    ALL_KEYWORDS,
+    ArrayInterface,
+    CudaArrayInterface,
+    Forwarder,
+    Producer,
+    WithoutDevice,
+    producer_type,
+)
+
+__all__ = [
+    "ABSENT", "ALL_KEYWORDS", "AllocatorError", "ArrayInterface", "BFLOAT", "BOOL", "COMPLEX", "CPU", "CUDA",
+    "CUDA_HOST", "CUDA_MANAGED", "Capsule", "Consumed", "ContractBroken", "CudaArrayInterface", "DLDataType",
+    "DLDevice", "DLManagedTensor", "DLManagedTensorVersioned", "DLPackExchangeAPI", "DLPackExchangeAPIHeader",
+    "DLPackVersion", "DLTensor", "EXCHANGE_API", "EXT_DEV", "ExchangeTable", "FLOAT", "FLOAT4_E2M1FN", "Forged",
+    "ForgedTable", "Forwarder", "HOST_DEVICES", "INT", "IS_COPIED", "LEGACY", "METAL", "Malformed", "ManagedTensor",
+    "ONEAPI", "OPAQUE_HANDLE", "OPENCL", "Producer", "READ_ONLY", "ROCM", "ROCM_HOST", "SUBBYTE_PADDED", "Spent",
+    "TensorFields", "UINT", "USED_LEGACY", "USED_VERSIONED", "VERSIONED", "VULKAN", "WEBGPU", "WithoutDevice",
+    "compact_strides", "exchange_table", "producer_type", "settle", "strays",
+]  # fmt: skip

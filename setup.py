@@ -1,0 +1,20 @@
+"""Build the compiled core. Everything declarative stands in pyproject.toml; extensions with include paths cannot."""
+
+import numpy
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+setup(
+    ext_modules=cythonize(
+        [
+            Extension(
+                "interop._core",
+                ["interop/_core.pyx"],
+                include_dirs=[numpy.get_include()],
+                define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")],
+                depends=["interop/dlpack.pxd", *__import__("glob").glob("interop/core/*.pxi")],
+                extra_compile_args=["-O2", "-fno-strict-aliasing", "-fvisibility=hidden"],
+            )
+        ]
+    )
+)
