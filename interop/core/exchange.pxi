@@ -96,4 +96,4 @@ cdef extern from *:
     """
     int interop_set_type_attribute(object, object, object) except -1
 
-interop_set_type_attribute(Tensor, "__dlpack_c_exchange_api__", new_capsule(&_table, b"dlpack_exchange_api", NULL))
+interop_set_type_attribute(Tensor, "__dlpack_c_exchange_api__", PyCapsule_New(&_table, b"dlpack_exchange_api", NULL))

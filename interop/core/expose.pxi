@@ -8,7 +8,7 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     cdef Tensor source = t
     cdef Block* b
     cdef LegacyBlock* m
-    cdef object capsule
+    cdef PyObject* p
     if max_version is not None:
         versioned, minor = wanted_version(max_version)
     if dl_device is not None:
@@ -25,11 +25,11 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     if versioned:
         b = export_block(&source.dl, flags, <PyObject*>source)
         b.v.version.minor = minor
-        try:
-            return new_capsule(b, b"dltensor_versioned", capsule_gone)
-        except BaseException:
+        p = new_capsule(b, b"dltensor_versioned", capsule_gone)
+        if p == NULL:
             free_block(b)
-            raise
+            raise MemoryError()
+        return steal(p)
     if flags & DL_READ_ONLY:
         raise ExchangeError("a read-only tensor cannot leave in a legacy capsule, which has no flag for it",
                             "ask with max_version=(1, 0) or newer, or share it by interop.to(x, target, readonly=True)")
@@ -37,35 +37,48 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
         raise ExchangeError("padded sub-byte elements cannot leave in a legacy capsule, which has no flag for them",
                             "ask with max_version=(1, 1) or newer")
     m = export_legacy(&source.dl, <PyObject*>source)
-    try:
-        return new_capsule(m, b"dltensor", capsule_gone)
-    except BaseException:
+    p = new_capsule(m, b"dltensor", capsule_gone)
+    if p == NULL:
         delete_legacy(&m.m)
-        raise
+        raise MemoryError()
+    return steal(p)
+
+
+cdef inline object steal(PyObject* p):
+    # From an owned pointer to an object.
+    value = <object>p
+    Py_DECREF(value)
+    return value
 
 
 cdef (bint, int) wanted_version(max_version) except *:
-    cdef long major = -1, minor = -1
-    if PyTuple_CheckExact(max_version) and PyTuple_GET_SIZE(max_version) == 2:
-        a, b = max_version
+    cdef long major, minor
+    if PyTuple_CheckExact(max_version) and PyTuple_GET_SIZE(max_version) == 2 \
+            and PyLong_CheckExact(<object>PyTuple_GET_ITEM(max_version, 0)) \
+            and PyLong_CheckExact(<object>PyTuple_GET_ITEM(max_version, 1)):
+        major = small_int(PyTuple_GET_ITEM(max_version, 0))
+        minor = small_int(PyTuple_GET_ITEM(max_version, 1))
     else:
         try:
             a, b = max_version
+            a, b = _index(a), _index(b)
         except (TypeError, ValueError):
             raise TypeError(f"max_version {max_version!r}: must be a pair of ints or None") from None
-    try:
-        major = PyLong_AsLong(a if PyLong_CheckExact(a) else _index(a))
-        minor = PyLong_AsLong(b if PyLong_CheckExact(b) else _index(b))
-    except TypeError:
-        raise TypeError(f"max_version {max_version!r}: must be a pair of ints or None") from None
-    except OverflowError:
-        raise ValueError(f"max_version {max_version!r}: not a version") from None
+        major = small_int(<PyObject*>a)
+        minor = small_int(<PyObject*>b)
     if major < 0 or minor < 0:
         raise ValueError(f"max_version {max_version!r}: versions are not negative")
     if major < DLPACK_MAJOR:
         return False, 0
     # A later major: the newest that we know, which the consumer then judges
     return True, DLPACK_MINOR if major > DLPACK_MAJOR or minor > DLPACK_MINOR else minor
+
+
+cdef inline long small_int(PyObject* n) except? -1:
+    # Beyond 64 bits counts as the largest version there is; negative as negative.
+    cdef int overflow = 0
+    cdef long value = PyLong_AsLongAndOverflow(<object>n, &overflow)
+    return value if not overflow else (2**31 if overflow > 0 else -2)
 
 
 cdef int check_wanted_device(Tensor t, dl_device) except -1:

@@ -116,17 +116,22 @@ cdef void capsule_gone(PyObject* capsule) noexcept:
     cdef PyObject* v = NULL
     cdef PyObject* tb = NULL
     cdef const char* name = capsule_name(capsule)
+    cdef PyObject* owner
     cdef void* p
     if name == NULL or name[0] == c"u":
         return
     p = capsule_pointer(capsule, name)
-    PyErr_Fetch(&t, &v, &tb)
     if strcmp(name, b"dltensor_versioned") == 0:
-        if (<DLManagedTensorVersioned*>p).deleter != NULL:
-            (<DLManagedTensorVersioned*>p).deleter(<DLManagedTensorVersioned*>p)
-    elif strcmp(name, b"dltensor") == 0:
-        if (<DLManagedTensor*>p).deleter != NULL:
-            (<DLManagedTensor*>p).deleter(<DLManagedTensor*>p)
+        owner = (<Block*>p).owner
+        free((<Block*>p).memory)
+    else:
+        owner = (<LegacyBlock*>p).owner
+    free(p)
+    if owner.ob_refcnt > 1:      # nearly always: nothing runs
+        Py_DECREF(<object>owner)
+        return
+    PyErr_Fetch(&t, &v, &tb)
+    Py_DECREF(<object>owner)
     PyErr_Restore(t, v, tb)
 
 

@@ -93,12 +93,12 @@ cdef extern from "Python.h":
     # Declared as they behave on a capsule that is one: without errors, without references
     const char* capsule_name "PyCapsule_GetName"(PyObject*) noexcept
     void* capsule_pointer "PyCapsule_GetPointer"(PyObject*, const char*) noexcept
-    object new_capsule "PyCapsule_New"(void*, const char*, void (*)(PyObject*) noexcept)
+    PyObject* new_capsule "PyCapsule_New"(void*, const char*, void (*)(PyObject*) noexcept) noexcept
     void PyObject_GC_Track(PyObject*) noexcept
     void PyObject_GC_UnTrack(PyObject*) noexcept
     void PyType_FreeObject "interop_free_object"(PyObject*) noexcept
     bint PyLong_CheckExact(object) noexcept
-    long PyLong_AsLong(object) except? -1
+    long PyLong_AsLongAndOverflow(object, int*) except? -1
     bint PyTuple_CheckExact(object) noexcept
     Py_ssize_t PyTuple_GET_SIZE(object) noexcept
     PyObject* PyTuple_GET_ITEM(object, Py_ssize_t) noexcept
