@@ -13,27 +13,43 @@ except ModuleNotFoundError as e:
         raise
     raise ImportError("interop is not built: run `make demo` in its checkout, or `pip install -e .`") from None
 
-from . import registry, routing
-from ._core import Device, DType, Tensor, as_tensor, from_dlpack, kind, to
+from . import leases, memory, native, points, registry, routing, shutdown, transfer
+from ._core import Allocation, Device, DType, Tensor, as_tensor, from_dlpack, kind, to
 from .decorators import accepts
 from .errors import DeviceLostError, ExchangeError, LeaseError
+from .leases import Lease, acquire
+from .memory import Context, ExternalHandle, NativeHandle, empty, wrap
+from .points import Point
 from .routing import Route, copy_guard
+from .transfer import copyto
 
+_core.set_upward(leases.conflict, points.make_ready, leases.map_tensor, transfer.move, native.capsule_of, memory.export)
+shutdown.install()
 registry.load_shipped()
 
 __all__ = [
+    "Allocation",
+    "Context",
     "DType",
     "Device",
     "DeviceLostError",
     "ExchangeError",
+    "ExternalHandle",
+    "Lease",
     "LeaseError",
+    "NativeHandle",
+    "Point",
     "Route",
     "Tensor",
     "accepts",
+    "acquire",
     "as_tensor",
     "copy_guard",
+    "copyto",
+    "empty",
     "from_dlpack",
     "kind",
     "to",
+    "wrap",
 ]
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from cpython.pycapsule cimport (PyCapsule_CheckExact, PyCapsule_GetName, PyCapsu
                                 PyCapsule_New, PyCapsule_SetName)
 from cpython.ref cimport Py_DECREF, Py_INCREF, Py_XDECREF
 from libc.stdint cimport int32_t, int64_t, intptr_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport free, malloc, realloc
 from libc.string cimport memcpy, memset, strcmp
 
 cimport numpy as cnp
@@ -33,6 +33,7 @@ include "core/values.pxi"
 include "core/validate.pxi"
 include "core/managed.pxi"
 include "core/tensor.pxi"
+include "core/allocation.pxi"
 include "core/npy.pxi"
 include "core/host.pxi"
 include "core/views.pxi"

@@ -7,16 +7,22 @@ adapter names the type that carries it and no Python runs on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .errors import ExchangeError
+from .points import Point, point
 from .registry import register
 
 if TYPE_CHECKING:
-    from . import Device, Tensor
+    from . import Allocation, Device, Tensor
+    from .memory import ExternalHandle
 
-__all__ = ["Adapter", "ExchangeError", "Guard", "Limits", "register"]
+__all__ = ["Adapter", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include", "point", "register"]
+
+#: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
+CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device")
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class Guard:
 
 @dataclass(frozen=True)
 class Limits:
-    """What memory a framework's objects can hold in place.
+    """What memory a framework's objects, or a place, can hold in place, and what handles it takes and gives.
 
     Attributes:
         readonly: it can express that memory is not written to.
@@ -48,7 +54,9 @@ class Limits:
         negative_strides: it takes them.
         strided: it takes gaps and broadcasts; False: only a permutation of row-major memory.
         alignment: bytes that the address must be a multiple of before memory is shared.
+        granularity: bytes that the size must be a multiple of before memory is imported.
         devices: DLDeviceType numbers that it takes, None: whatever it says when asked.
+        imports, exports: kinds of `ExternalHandle`.
     """
 
     readonly: bool = True
@@ -56,7 +64,61 @@ class Limits:
     negative_strides: bool = True
     strided: bool = True
     alignment: int = 1
+    granularity: int = 1
     devices: frozenset[int] | None = None
+    imports: frozenset[str] | set[str] = frozenset()
+    exports: frozenset[str] | set[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Importable:
+    """What importing a kind of handle takes, said before it is tried.
+
+    Attributes:
+        supported: whether this kind can be imported there at all.
+        reason: why not.
+        pointer_alignment, size_alignment: bytes; of host ranges, and of the size of the memory object.
+        dedicated: it must be a dedicated allocation.
+        memory_types: the memory types that it may have, None: any.
+    """
+
+    supported: bool
+    reason: str = ""
+    pointer_alignment: int = 1
+    size_alignment: int = 1
+    dedicated: bool = False
+    memory_types: frozenset[int] | None = None
+
+    def check(self, h: Any) -> None:
+        """ExchangeError where `h` does not fit; the message has the number that does not."""
+        if h.kind == "host" and h.value % self.pointer_alignment:
+            raise ExchangeError(f"address {h.value:#x} is not a multiple of {self.pointer_alignment}, which importing it takes",
+                                "interop.empty(..., shared_with=[place]) is aligned")
+        if h.nbytes % self.size_alignment:
+            raise ExchangeError(f"a memory object of {h.nbytes} bytes is not a multiple of {self.size_alignment}, which importing it takes")
+        if self.dedicated and not h.dedicated:
+            raise ExchangeError("only a dedicated allocation can be imported there", "allocate it dedicated")
+        if self.memory_types is not None and h.memory_type is not None and h.memory_type not in self.memory_types:
+            raise ExchangeError(f"memory type {h.memory_type} is none of {sorted(self.memory_types)}")
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What `Adapter.map` returns: where the host sees the allocation.
+
+    Attributes:
+        address: of its first byte.
+        unmap: ends the map. Called once, from a thread of the interpreter.
+        flush: ``flush(first, nbytes)`` makes host writes visible to the device while still mapped. None: `unmap` does.
+        invalidate: ``invalidate(first, nbytes)`` makes device writes visible to the host. None: `map` did.
+        outlives_unmap: the pages stay readable after `unmap` as long as the allocation lives, so that views only go stale.
+    """
+
+    address: int
+    unmap: Callable[[], Any]
+    flush: Callable[[int, int], Any] | None = None
+    invalidate: Callable[[int, int], Any] | None = None
+    outlives_unmap: bool = False
 
 
 class Adapter:
@@ -73,6 +135,9 @@ class Adapter:
         table: name of the type within `module` whose exchange table makes objects; None: `from_tensor` does.
         guards: what is refused before reading.
         accepts: what can be held in place.
+        device: name of its devices where they are its own, such as ``"acme"``: ``acme:0`` is then a Device (DLPack's kDLExtDev with a
+            number registered for it) or, for DLPack's own types, one of their names.
+        shares: kinds of `ExternalHandle` that its allocations can be exported as; ``"process"`` where other processes can have them.
     """
 
     name: ClassVar[str]
@@ -84,6 +149,31 @@ class Adapter:
     table: ClassVar[str | None] = None
     guards: ClassVar[tuple[Guard, ...]] = ()
     accepts: ClassVar[Limits] = Limits()
+    device: ClassVar[str] = ""
+    shares: ClassVar[frozenset[str]] = frozenset()
+
+    # Each further method is one capability; none is required, and what is missing is asked for by `can`:
+    #   limits(place) -> Limits                              what a place imports, exports and needs
+    #   allocate(nbytes, *, place, alignment, shared_with) -> Allocation
+    #   export_handle(allocation, kind) -> ExternalHandle
+    #   import_handle(handle, *, place) -> Allocation        handle.take() once the driver has taken it
+    #   map(allocation, access) -> Mapped
+    #   copy(dst, src, stream) -> Point | None | NotImplemented     enqueue; None: done
+    #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot
+    #   record(place, stream) -> Point                       when what the queue was given so far is done
+    #   to_device(x, device) -> object                       the framework's own copy to another device
+
+    def can(self, capability: str) -> bool:
+        """Whether this adapter has one of `CAPABILITIES`."""
+        return callable(getattr(self, capability, None))
+
+    def importable(self, kind: str, *, place: Any) -> Importable:
+        """What importing a kind of handle at `place` takes. From `limits`, unless an adapter knows more."""
+        limits: Limits = self.limits(place) if self.can("limits") else self.accepts  # type: ignore[attr-defined]
+        if kind not in limits.imports:
+            kinds = ", ".join(sorted(limits.imports)) or "nothing"
+            return Importable(False, f"{self.name} imports {kinds}")
+        return Importable(True, "", limits.alignment, limits.granularity)
 
     def to_tensor(self, x: Any) -> Tensor:
         """A Tensor over `x`; used where `reads` is ``"adapter"``."""
@@ -103,3 +193,10 @@ class Adapter:
     def refuse(self, reason: str, remedy: str | None = None) -> ExchangeError:
         """An error to raise: ``raise self.refuse("a file mapping cannot adopt memory", remedy="interop.copyto(...)")``."""
         return ExchangeError(f"{self.name}: {reason}", remedy)
+
+
+def get_include() -> str:
+    """The folder of ``interop_native.h``, for C and C++ authors: ``-I$(python -c 'from interop.contract import get_include as g; print(g())')``."""
+    import os
+
+    return os.path.join(os.path.dirname(__file__), "include")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 #: Adapters that come with interop: name -> module that registers it. Imported when the name is asked for.
 _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
+_by_device: dict[str, Any] = {}
 _SHIPPED = ("torch", "jax", "cupy")
 _READS = ("adapter", "dlpack", "buffer", "table")
 _entry_points_loaded = False
@@ -36,7 +37,7 @@ def register(adapter: Adapter) -> None:
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"{cls.__qualname__}.name is {name!r}: it must be an identifier, such as 'torch'")
     # an adapter of its own overrides the method; the base only says what is missing
-    from .contract import Adapter
+    from .contract import CAPABILITIES, Adapter
 
     if not isinstance(adapter, Adapter):
         raise TypeError(f"{cls.__qualname__} does not derive from interop.contract.Adapter")
@@ -55,6 +56,16 @@ def register(adapter: Adapter) -> None:
         raise ValueError(f"adapter {name!r}: {taken[0]} belongs to adapter {_by_type_name[taken[0]].name!r}")
     if not adapter.exact:
         adapter.exact = adapter.types  # type: ignore[misc]
+    if not isinstance(adapter.device, str) or (adapter.device and not adapter.device.isidentifier()):
+        raise TypeError(f"{cls.__qualname__}.device is {adapter.device!r}: it must be a name such as 'acme'")
+    for capability in CAPABILITIES:
+        if getattr(adapter, capability, None) is not None and not adapter.can(capability):
+            raise TypeError(f"{cls.__qualname__}.{capability} is not a method")
+    if adapter.device:
+        if adapter.device in _by_device:
+            raise ValueError(f"adapter {name!r}: devices named {adapter.device!r} belong to adapter {_by_device[adapter.device].name!r}")
+        device_names.register(adapter.device)
+        _by_device[adapter.device] = adapter
     _by_name[name] = adapter
     for t in adapter.types:
         _by_type_name[t] = adapter
@@ -64,6 +75,7 @@ def register(adapter: Adapter) -> None:
 def unregister(name: str) -> None:
     """Forget an adapter; for tests and notebooks."""
     adapter = _by_name.pop(name)
+    _by_device.pop(adapter.device, None)
     for t in adapter.types:
         _by_type_name.pop(t, None)
     _core.forget_types()
@@ -115,6 +127,8 @@ def resolve(key: Any) -> Any:
         return _resolve_type(key)
     if isinstance(key, _core.Device):
         return _core.make_target("interop", "tensor", place=key)
+    if (adapter := getattr(key, "adapter", None)) is not None and isinstance(getattr(key, "device", None), _core.Device):
+        return _core.make_target("interop", "tensor", adapter=adapter, place=key.device, native_place=key)      # a Context
     _load_entry_points()
     for adapter in list(_by_name.values()):
         device = adapter.place(key)
@@ -128,7 +142,7 @@ def _resolve_name(name: str) -> Any:
         return _core.make_target(name, "tensor" if name == "interop" else "numpy")
     if name in _by_name:
         return _target(_by_name[name])
-    if name.partition(":")[0] in device_names.NUMBERS:
+    if device_names.known(name.partition(":")[0]):
         return _core.make_target("interop", "tensor", place=_core.Device(name))
     _load_entry_points()
     if name in _by_name:
@@ -184,3 +198,47 @@ def load_shipped() -> None:
     """Register the adapters in `interop.adapters`. They are small and import no framework."""
     for name in _SHIPPED:
         importlib.import_module(f"interop.adapters.{name}")
+
+
+# ---- memory: which adapter is asked for a device, a place, a party ----
+def adapter_of(device: Any) -> Any:
+    """The adapter whose devices these are, or None: host memory, or nobody's."""
+    return _by_device.get(device.name)
+
+
+def context_of(place: Any) -> tuple[Any, Any]:
+    """``(adapter, where)`` of a place or target: `where` is its Context, or its Device; adapter None: the host, or a framework."""
+    if isinstance(place, str) and not device_names.known(place.partition(":")[0]):
+        return None, None
+    if isinstance(place, (str, tuple)):
+        place = _core.Device(place)
+    if isinstance(place, _core.Device):
+        return adapter_of(place), place
+    adapter = getattr(place, "adapter", None)
+    if adapter is not None and isinstance(getattr(place, "device", None), _core.Device):
+        return adapter, place
+    if isinstance(place, (type, ModuleType)):
+        return None, None
+    for adapter in list(_by_name.values()):
+        device = adapter.place(place)
+        if device is not None:
+            return (adapter if adapter.device else None), place if adapter.device else device
+    raise TypeError(f"{place!r} is no place: give a Device, its spelling, a Context, or a framework's device or queue")
+
+
+def party_limits(party: Any) -> Any:
+    """The `Limits` of somebody who is to share memory: a framework's name or a place."""
+    from .contract import Limits
+
+    if isinstance(party, str) and party in ("interop", "numpy"):
+        return Limits()
+    if isinstance(party, str) and party in _by_name:
+        return _by_name[party].accepts
+    adapter, where = context_of(party)
+    if adapter is not None:
+        return adapter.limits(where) if adapter.can("limits") else adapter.accepts
+    if where is not None:
+        return Limits()
+    resolve(party)          # raises for what is unknown
+    name = _core.framework_of_type(party) if isinstance(party, type) else None
+    return _by_name[name].accepts if name in _by_name else Limits()

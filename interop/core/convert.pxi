@@ -362,6 +362,8 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
         t = read_slow(x, r, None, False if copy is False else None, stream)
     if t is not None:
         use(&s, t)
+    if _n_entries:
+        check_bytes(&s.dl, t.alloc if t is not None else NULL, stream)
     return finish(&s, t, x, r, g, copy, readonly, stream)
 
 
@@ -393,6 +395,9 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
 
 
 cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
+    if t is not None and t.alloc != NULL and g.kind != TO_TENSOR:
+        t = counted(t)
+        s.owner = <PyObject*>t
     if g.kind == TO_NUMPY:
         return array_of(&s.dl, s.flags, s.owner)
     if g.kind == TO_TABLE:
@@ -496,6 +501,11 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
     here = device_of(t.dl.device)
     if copy is False:
         raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids", "leave copy out")
+    if g.kind == TO_TENSOR:
+        note_copy(&t.dl, t.flags, name, str(wanted), f"from {here} to {wanted}", "keep it where it is")
+        t = _up_move(t, g.native_place if g.native_place is not None else wanted)
+        t.flags |= DL_IS_COPIED
+        return t
     if g.adapter is None or getattr(g.adapter, "to_device", None) is None:
         raise ExchangeError(f"interop has no way of its own to copy from {here} to {wanted} yet",
                             "a framework that uses the device can: interop.to(x, 'torch', device=...)")

@@ -31,6 +31,7 @@ cdef int table_from_py(void* x, DLManagedTensorVersioned** out) except -1:
     cdef Tensor t = <Tensor?><object>x
     out[0] = NULL
     check_no_stream(t)
+    t = lend(t, None)
     out[0] = &export_block(&t.dl, t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), <PyObject*>t).v
     return 0
 
@@ -48,6 +49,7 @@ cdef int table_to_py(DLManagedTensorVersioned* m, void** out) except -1:
 cdef int table_borrow(void* x, DLTensor* out) except -1:
     cdef Tensor t = <Tensor?><object>x
     check_no_stream(t)
+    lend(t, None)                # borrowed: valid until control returns, so nothing is counted
     out[0] = t.dl
     if addressable(t.dl.device.device_type):
         out.data = <char*>t.dl.data + t.dl.byte_offset

@@ -17,6 +17,7 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
         raise TypeError(f"copy {copy!r}: must be True, False or None (array API)")
     if stream is not None or has_streams(d.device_type):
         order_export(t, stream)
+    source = lend(t, stream)     # -1 waits for nothing, and is refused all the same while somebody writes
     flags = t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED)
     if copy is True:
         note_copy(&t.dl, t.flags, "interop", "capsule", "copy=True was asked for", None)

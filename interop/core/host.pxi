@@ -36,6 +36,8 @@ cdef int fill_buffer(Tensor t, Py_buffer* view, int flags) except -1:
     cdef Py_ssize_t* dims
     cdef bint c, f
     view.obj = None
+    t = lend(t, None)
+    d = &t.dl
     if not host_accessible(d.device.device_type):
         refuse_host(d.device)
     if format == NULL:
@@ -73,7 +75,7 @@ cdef int fill_buffer(Tensor t, Py_buffer* view, int flags) except -1:
 
 
 cdef object as_array(Tensor t, dtype, copy):
-    array = array_of_tensor(t)
+    array = array_of_tensor(lend(t, None))
     if dtype is not None and np.dtype(dtype) != array.dtype:
         if copy is False:
             raise ValueError(f"dtype {np.dtype(dtype)} was asked for and the tensor has {array.dtype}: only a copy has it")
@@ -90,6 +92,10 @@ cdef object array_interface(Tensor t):
 
 
 cdef object interface_of(Tensor t):
+    if _n_entries:
+        check_bytes(&t.dl, t.alloc, None)
+    if t.alloc != NULL:
+        check_allocation(<Allocation>t.alloc)
     cdef int64_t size = element_bytes(t.dl.dtype, t.flags)
     kind = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}[t.dl.dtype.code]
     return {"version": 3, "shape": t.shape, "typestr": f"{'|' if size == 1 else '<'}{kind}{size}",

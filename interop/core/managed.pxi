@@ -1,5 +1,9 @@
 # Blocks of memory that DLPack hands around: one allocation with struct, shape and strides, freed by one deleter (SPEC X-OWN).
 
+cdef enum:
+    HOST_ALIGNMENT = 64          # what jax asks for before it aliases; a cache line
+
+
 cdef struct Block:
     # The managed struct comes first, so that a pointer to it is a pointer to the block.
     DLManagedTensorVersioned v
@@ -135,18 +139,15 @@ cdef void capsule_gone(PyObject* capsule) noexcept:
     PyErr_Restore(t, v, tb)
 
 
-cdef enum:
-    HOST_ALIGNMENT = 64          # what jax asks for before it aliases; a cache line
-
-
-cdef Block* allocate_block(DLDataType dtype, int ndim, const int64_t* shape, uint64_t flags) noexcept nogil:
-    """A compact row-major block with its own host memory, aligned to 64 bytes, not zeroed; NULL without memory. `shape` is checked."""
+cdef Block* allocate_block(DLDataType dtype, int ndim, const int64_t* shape, uint64_t flags,
+                           size_t alignment=HOST_ALIGNMENT) noexcept nogil:
+    """A compact row-major block with its own host memory, aligned as asked, not zeroed; NULL without memory. `shape` is checked."""
     cdef Block* b = blank_block(ndim)
     cdef DLTensor* t
     if b == NULL:
         return NULL
     t = &b.v.dl_tensor
-    b.memory = interop_aligned_alloc(HOST_ALIGNMENT, <size_t>bytes_of(dtype, count(ndim, shape), flags))
+    b.memory = interop_aligned_alloc(alignment, <size_t>bytes_of(dtype, count(ndim, shape), flags))
     if b.memory == NULL:
         free(b)
         return NULL

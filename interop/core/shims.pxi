@@ -12,6 +12,8 @@ cdef extern from *:
     /* A static type's version tag is 0 until something looked an attribute up through it, and again when it was changed. */
     #define interop_type_tag(tp) ((tp)->tp_version_tag)
 
+    static __thread int interop_foreign_thread = 0;    /* a deleter has brought the GIL to a thread that had none */
+
     /* Give a reference back from anywhere: any thread, with or without the GIL, with an error pending, after the end. */
     static void interop_drop(PyObject *o) {
         if (!o || !Py_IsInitialized() || interop_finalizing()) return;   /* leaks on purpose: nobody is left to free it */
@@ -23,7 +25,9 @@ cdef extern from *:
             return;
         }
         PyGILState_STATE s = PyGILState_Ensure();
+        interop_foreign_thread++;
         Py_DECREF(o);
+        interop_foreign_thread--;
         PyGILState_Release(s);
     }
 
@@ -75,6 +79,7 @@ cdef extern from *:
     bint interop_finalizing() noexcept nogil
     unsigned int interop_type_tag(PyTypeObject*) noexcept nogil
     void interop_drop(PyObject*) noexcept nogil
+    int interop_foreign_thread
     bint interop_cas(int*, int, int) noexcept nogil
     void* interop_aligned_alloc(size_t, size_t) noexcept nogil
     ctypedef object (*interop_unary)(PyObject*, void*)

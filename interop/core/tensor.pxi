@@ -26,6 +26,7 @@ cdef class Tensor:
     cdef void* managed
     cdef int owns
     cdef int64_t stream
+    cdef PyObject* alloc         # the Allocation below, kept alive by what this tensor holds; NULL: memory of somebody else
     cdef int64_t dims[2 * INLINE_DIMS]
     cdef object __weakref__
 
@@ -122,6 +123,21 @@ cdef class Tensor:
             raise ValueError(f"order {order!r}: must be 'C' or 'F'")
         return is_compact(self.dl.ndim, self.dl.shape, self.dl.strides, order == "F")
 
+    @property
+    def allocation(self):
+        """The `Allocation` behind this view: the root bytes, their owner, their close()."""
+        return allocation_of(self)
+
+    def map(self, access="read", *, copy=None, timeout=None):
+        """A `Lease` whose value is an ndarray over this tensor: a view where the host can see the memory, else a staged copy.
+
+        Args:
+            access: ``"read"``, ``"write"`` (what was there is not fetched: fill it) or ``"read_write"``.
+            copy: False refuses staging, True forces it, None stages where it must.
+            timeout: seconds to wait for a conflicting lease; None: raise LeaseError at once.
+        """
+        return _up_map(self, access, copy, timeout)
+
     # ---- views ----
     def __len__(self):
         if self.dl.ndim == 0:
@@ -173,6 +189,10 @@ cdef class Tensor:
     def __array__(self, dtype=None, *, copy=None):
         """A NumPy array over the same bytes; a conversion of dtype copies, unless ``copy=False`` forbids."""
         return as_array(self, dtype, copy)
+
+    def __interop_native__(self, *, max_version=(1, 0)):
+        """A capsule ``interop_native_v1`` with what DLPack cannot carry: handles, sizes, UUIDs, readiness. See SPEC, Side channel."""
+        return _up_native(self, max_version)
 
     @property
     def __array_interface__(self):
@@ -256,6 +276,7 @@ cdef inline Tensor blank_tensor():
         t.dl.ndim = 0
         t.held = NULL
         t.owns = OWNS_NOTHING
+        t.alloc = NULL
         t.flags = 0
         return t
     return Tensor.__new__(Tensor)
@@ -270,6 +291,7 @@ cdef inline _ObjectTensor blank_object_tensor(object keep):
         t.dl.shape = NULL
         t.dl.data = NULL
         t.dl.ndim = 0
+        t.alloc = NULL
         t.flags = 0
         t.keep = keep
         PyObject_GC_Track(<PyObject*>t)
@@ -358,6 +380,8 @@ cdef owner_name(Tensor t):
 
 
 cdef owner_of(Tensor t):
+    if t.alloc != NULL:
+        return (<Allocation>t.alloc).owner
     if isinstance(t, _ObjectTensor):
         owner = (<_ObjectTensor>t).keep
     elif isinstance(t, _BufferTensor):
@@ -483,4 +507,5 @@ cdef Tensor like_view(Tensor base):
     t.dl.strides = NULL
     t.flags = base.flags
     t.stream = base.stream
+    t.alloc = base.alloc
     return t

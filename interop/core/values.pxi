@@ -163,7 +163,7 @@ cdef class Device:
     @property
     def name(self):
         """The type's name: ``"cpu"``, ``"cuda"``..."""
-        return _device_names.NAMES[self.dl.device_type]
+        return _device_names.spell(self.dl.device_type, self.dl.device_id)[0]
 
     def __iter__(self):
         return iter((self.dl.device_type, self.dl.device_id))
@@ -184,8 +184,8 @@ cdef class Device:
         return hash((self.dl.device_type, self.dl.device_id))
 
     def __str__(self):
-        name = self.name
-        return name if self.dl.device_type == kDLCPU else f"{name}:{self.dl.device_id}"
+        name, number = _device_names.spell(self.dl.device_type, self.dl.device_id)
+        return name if self.dl.device_type == kDLCPU else f"{name}:{number}"
 
     def __repr__(self):
         return f"Device({str(self)!r})"

@@ -1,0 +1,756 @@
+# Allocation: the root bytes that tensors view; the ledger of who uses which bytes; the queue of what is released later.
+# State only. What it means to wait, to map or to copy, the layer above knows; it is reached through the `_up_*` functions.
+
+# ---- fork ----
+cdef extern from *:
+    """
+    #include <pthread.h>
+    static unsigned int interop_generation = 0;        /* counts forks seen from inside: the child owns no driver object */
+    static void interop_forked(void) { interop_generation++; }
+    static void interop_watch_fork(void) { pthread_atfork(NULL, NULL, interop_forked); }
+
+    /* Objects that cannot be released where they are: pushed from any thread, with or without the GIL, never blocking. */
+    typedef struct interop_node { struct interop_node *next; PyObject *object; } interop_node;
+    static interop_node *interop_retired = NULL;
+    static int interop_drain_call(void *);
+    static void interop_retire(PyObject *o) {
+        interop_node *n = (interop_node *)malloc(sizeof *n);
+        if (!n) return;                                  /* leaks one reference rather than run code here */
+        n->object = o;
+        n->next = __atomic_load_n(&interop_retired, __ATOMIC_RELAXED);
+        while (!__atomic_compare_exchange_n(&interop_retired, &n->next, n, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+        if (Py_IsInitialized() && !interop_finalizing()) Py_AddPendingCall(interop_drain_call, NULL);
+    }
+    static interop_node *interop_take_retired(void) { return __atomic_exchange_n(&interop_retired, NULL, __ATOMIC_ACQUIRE); }
+    """
+    unsigned int interop_generation
+    void interop_watch_fork()
+    ctypedef struct interop_node:
+        interop_node* next
+        PyObject* object
+    void interop_retire(PyObject*) noexcept nogil
+    interop_node* interop_take_retired() noexcept nogil
+
+interop_watch_fork()
+
+
+cdef public int interop_drain_call(void* unused) noexcept:
+    # A pending call of the interpreter, on its main thread.
+    try:
+        drain()
+    except BaseException as e:
+        _report(e)
+    return 0
+
+
+def report(e):
+    """Show an error that nobody can be given, as Python shows those of finalizers."""
+    _report(e)
+
+
+cdef _report(e):
+    import sys
+    sys.unraisablehook(_Unraisable(type(e), e, e.__traceback__, "interop: while releasing", None))
+
+
+from types import SimpleNamespace as _SimpleNamespace
+
+
+cdef object _Unraisable(exc_type, exc_value, exc_traceback, err_msg, object):
+    return _SimpleNamespace(exc_type=exc_type, exc_value=exc_value, exc_traceback=exc_traceback, err_msg=err_msg, object=object)
+
+
+def drain():
+    """Give back what was retired from threads that could not. Returns how many references."""
+    cdef interop_node* n = interop_take_retired()
+    cdef interop_node* next
+    cdef int count = 0
+    while n != NULL:
+        next = n.next
+        Py_DECREF(<object>n.object)
+        free(n)
+        n = next
+        count += 1
+    return count
+
+
+def retire_address():
+    """Address of ``void retire(PyObject *)``: takes over one reference, from any thread, without the GIL. For drivers' callbacks."""
+    return <uintptr_t>&interop_retire
+
+
+def generation():
+    """How many forks this process is away from the one that imported interop."""
+    return interop_generation
+
+
+# ---- the ledger ----
+cdef enum:
+    READ_LEASE = 1
+    WRITE_LEASE = 2
+    READ_POINT = 4
+    WRITE_POINT = 8
+
+cdef struct Entry:
+    uint64_t id
+    uint64_t space               # 0: addresses; else the serial number of an Allocation behind a handle
+    int64_t lo
+    int64_t hi
+    int kind
+    PyObject* object             # strong
+
+cdef Entry* _entries = NULL
+cdef int _n_entries = 0
+cdef int _room = 0
+cdef uint64_t _next_id = 1
+cdef uint64_t _next_space = 1
+
+
+cdef inline bint overlaps(Entry* e, uint64_t space, int64_t lo, int64_t hi) noexcept nogil:
+    return e.space == space and e.lo < hi and lo < e.hi
+
+
+def ledger_find(uint64_t space, int64_t lo, int64_t hi, int kinds):
+    """``[(id, kind, object)]`` of the entries of these kinds that touch bytes lo to hi of a space."""
+    cdef int i
+    return [(_entries[i].id, _entries[i].kind, <object>_entries[i].object) for i in range(_n_entries)
+            if _entries[i].kind & kinds and overlaps(&_entries[i], space, lo, hi)]
+
+
+def ledger_add(uint64_t space, int64_t lo, int64_t hi, int kind, object, int against=0):
+    """Enter a use of bytes and return its id; 0, and nothing is entered, where an entry of the kinds `against` touches them.
+
+    One step, so that of two threads that want the same bytes one gets them.
+    """
+    global _entries, _n_entries, _room, _next_id
+    cdef int i
+    cdef Entry* grown
+    cdef Entry* e
+    if against:
+        for i in range(_n_entries):
+            if _entries[i].kind & against and overlaps(&_entries[i], space, lo, hi):
+                return 0
+    if _n_entries == _room:
+        grown = <Entry*>realloc(_entries, <size_t>(2 * _room + 8) * sizeof(Entry))
+        if grown == NULL:
+            raise MemoryError()
+        _entries = grown
+        _room = 2 * _room + 8
+    e = &_entries[_n_entries]
+    e.id = _next_id
+    e.space = space
+    e.lo = lo
+    e.hi = hi
+    e.kind = kind
+    Py_INCREF(object)
+    e.object = <PyObject*>object
+    _n_entries += 1
+    _next_id += 1
+    return e.id
+
+
+def ledger_remove(uint64_t id):
+    """Strike an entry out. Unknown ids (struck out before) are fine."""
+    global _n_entries
+    cdef int i
+    cdef PyObject* o
+    for i in range(_n_entries):
+        if _entries[i].id == id:
+            o = _entries[i].object
+            _n_entries -= 1
+            _entries[i] = _entries[_n_entries]
+            Py_DECREF(<object>o)
+            return True
+    return False
+
+
+cdef from_space(uint64_t space):
+    # An allocation is gone: nothing can ask for its bytes any more.
+    for id in [_entries[i].id for i in range(_n_entries) if _entries[i].space == space]:
+        ledger_remove(id)
+
+
+def ledger_object(uint64_t id):
+    """The object of an entry, or None."""
+    cdef int i
+    for i in range(_n_entries):
+        if _entries[i].id == id:
+            return <object>_entries[i].object
+    return None
+
+
+def ledger_size():
+    """How many entries there are; 0 when nothing is leased and nothing pending."""
+    return _n_entries
+
+
+# ---- reaching up ----
+_up_conflict = None              # leases.conflict(tensor, object): raises LeaseError naming the holder
+_up_ready = None                 # points.make_ready(entries, device, stream): waits for, or orders behind, pending writes
+_up_map = None                   # leases.map_tensor(tensor, access, copy)
+_up_move = None                  # transfer.move(tensor, place): a Tensor there, copied
+_up_native = None                # native.capsule_of(tensor, max_version)
+_up_export = None                # memory.export(allocation, kind)
+
+
+def set_upward(conflict, ready, map, move, native, export):
+    """The functions that the layer above fills in, once."""
+    global _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export
+    _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export = conflict, ready, map, move, native, export
+
+
+cdef extern from *:
+    """
+    static __thread int interop_inside_lease = 0;      /* this thread is making the value of a lease: its own entry is no conflict */
+    """
+    int interop_inside_lease
+
+
+class own_lease:
+    """``with own_lease():`` the ledger is not consulted by this thread: the lease that would forbid is its own."""
+    __slots__ = ()
+
+    def __enter__(self):
+        global interop_inside_lease
+        interop_inside_lease += 1
+
+    def __exit__(self, *exc):
+        global interop_inside_lease
+        interop_inside_lease -= 1
+
+
+cdef int check_bytes(DLTensor* d, PyObject* alloc, stream) except -1:
+    """Called when the ledger is not empty: a write lease forbids, a pending write is waited for or ordered before `stream`."""
+    cdef int64_t lo = 0, hi = 0
+    cdef uint64_t space = 0
+    cdef int i
+    cdef list pending = None
+    if interop_inside_lease:
+        return 0
+    byte_range(d, 0, &lo, &hi)
+    place_range(d, alloc, &space, &lo, &hi)
+    for i in range(_n_entries):
+        if _entries[i].kind & (WRITE_LEASE | WRITE_POINT) and overlaps(&_entries[i], space, lo, hi):
+            if _entries[i].kind == WRITE_LEASE:
+                _up_conflict(<object>_entries[i].object)
+            if pending is None:
+                pending = []
+            pending.append((_entries[i].id, <object>_entries[i].object))
+    if pending is not None:
+        _up_ready(pending, device_of(d.device), stream)
+    return 0
+
+
+cdef void byte_range(DLTensor* d, uint64_t flags, int64_t* lo, int64_t* hi) noexcept nogil:
+    """Bytes that a view touches, relative to its `data`."""
+    cdef int64_t low = 0, high = 1, width = <int64_t>d.dtype.bits * d.dtype.lanes
+    cdef int i
+    if is_empty(d.ndim, d.shape):
+        lo[0] = hi[0] = d.byte_offset
+        return
+    for i in range(d.ndim):
+        if d.shape[i] > 1:
+            if d.strides[i] < 0:
+                low += (d.shape[i] - 1) * d.strides[i]
+            else:
+                high += (d.shape[i] - 1) * d.strides[i]
+    if width & 7 and flags & DL_SUBBYTE_PADDED:
+        width = 8 * d.dtype.lanes
+    lo[0] = <int64_t>d.byte_offset + (low * width >> 3)
+    hi[0] = <int64_t>d.byte_offset + ((high * width + 7) >> 3)
+
+
+cdef void place_range(DLTensor* d, PyObject* alloc, uint64_t* space, int64_t* lo, int64_t* hi) noexcept:
+    # From "relative to data" to a range in the space that all views, imports and aliases of the bytes share.
+    cdef int64_t shift
+    if alloc != NULL and ((<Allocation>alloc).space or not addressable(d.device.device_type)):
+        space[0] = (<Allocation>alloc).space
+        shift = (<Allocation>alloc).origin
+        if addressable(d.device.device_type):
+            shift += <int64_t><uintptr_t>d.data - <int64_t>(<Allocation>alloc).value
+    elif addressable(d.device.device_type):
+        space[0] = 0
+        shift = <int64_t><uintptr_t>d.data
+    else:
+        # a handle that nobody vouches for: the handle itself is all there is to compare
+        space[0] = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>d.data
+        shift = 0
+    lo[0] += shift
+    hi[0] += shift
+
+
+def byte_span(Tensor t not None):
+    """``(space, lo, hi)``: which bytes a tensor touches, in the ledger's terms."""
+    cdef int64_t lo = 0, hi = 0
+    cdef uint64_t space = 0
+    byte_range(&t.dl, t.flags, &lo, &hi)
+    place_range(&t.dl, t.alloc, &space, &lo, &hi)
+    return space, lo, hi
+
+
+# ---- Allocation ----
+@cython.no_gc_clear
+cdef class Allocation:
+    """One memory object: the root bytes, what owns them and what they can do. Made by `wrap`, `empty` and adapters.
+
+    Every tensor over it holds it; it holds its Context and its owner. `close` frees it at once, the last reference otherwise.
+    """
+    cdef readonly object nbytes          # int: size of the whole memory object
+    cdef readonly object context         # a Context; None: plain host memory
+    cdef readonly object owner           # kept until release; may be None
+    cdef readonly object alignment       # int, bytes
+    cdef readonly frozenset traits       # "host_visible", "coherent", "cached", "pinned", ...
+    cdef readonly frozenset exports      # kinds of ExternalHandle that export() makes
+    cdef readonly dict imports           # what other Contexts made of these bytes; released before the root
+    cdef readonly bint readonly
+    cdef readonly object adapter         # who maps, copies and exports it; None: plain host memory
+    cdef object on_release
+    cdef DLDevice dl
+    cdef uint64_t value
+    cdef uint64_t space
+    cdef int64_t origin
+    cdef Py_ssize_t lent                 # exports that are alive
+    cdef bint closed
+    cdef unsigned int generation
+    cdef object __weakref__
+
+    def __init__(self, uint64_t value, nbytes, device, *, owner=None, on_release=None, context=None, adapter=None, alignment=None,
+                 readonly=False, traits=(), exports=(), Allocation root=None, root_offset=0):
+        """`root`: the Allocation whose bytes this one is an import of; they share leases and Points, `root_offset` bytes in."""
+        global _next_space
+        self.dl = get_device(device).dl
+        if not 0 <= nbytes < 2**63:
+            raise ValueError(f"nbytes {nbytes}: must be from 0 to 2**63 - 1")
+        self.nbytes = nbytes
+        self.value = value
+        self.owner = owner
+        self.on_release = on_release
+        self.context = context
+        self.adapter = adapter
+        self.alignment = alignment if alignment is not None else ((value & -value) if value and addressable(self.dl.device_type) else 1)
+        self.readonly = readonly
+        self.traits = frozenset(traits)
+        self.exports = frozenset(exports)
+        self.imports = {}
+        self.generation = interop_generation
+        if root is not None:
+            if root_offset < 0 or root_offset + nbytes > root.nbytes:
+                raise ValueError(f"an import of {nbytes} bytes at {root_offset} does not lie in its root of {root.nbytes} bytes")
+            self.space = root.space      # 0, also for a handle, where the root is ranked by its addresses
+            self.origin = root.origin + root_offset
+        elif addressable(self.dl.device_type):
+            self.origin = <int64_t>value
+        else:
+            self.space = _next_space
+            _next_space += 1
+
+    @property
+    def device(self):
+        """Where the bytes live."""
+        return device_of(self.dl)
+
+    @property
+    def handle(self):
+        """A NativeHandle's value: address of the first byte, or the native handle."""
+        return self.value
+
+    @property
+    def lent_out(self):
+        """How many exports (arrays of frameworks, capsules, buffers) are alive; while any is, `close` refuses."""
+        return self.lent
+
+    @property
+    def is_closed(self):
+        """Whether the memory has been given back."""
+        return self.closed
+
+    def tensor(self, shape, dtype, *, strides=None, row_pitch=None, byte_offset=0, readonly=None):
+        """A Tensor over part of these bytes.
+
+        Args:
+            shape: extents; an int for one dimension.
+            dtype: anything that names a dtype.
+            strides: in elements, as many as extents; default row-major.
+            row_pitch: bytes from one step of the first dimension to the next, instead of strides: the rest is row-major. A multiple of
+                the item size, at least one row (camera frames, padded images).
+            byte_offset: of the first element.
+            readonly: True for a read-only view; False is an error on read-only memory.
+
+        Raises ValueError where the view would reach outside the allocation.
+        """
+        return allocation_view(self, shape, get_device(self.device), get_dtype(dtype), strides, row_pitch, byte_offset, readonly)
+
+    def export(self, kind):
+        """An `ExternalHandle` to the whole memory object, of one of the kinds in `exports`; whoever holds it closes it."""
+        return _up_export(self, kind)
+
+    def check(self):
+        """Raise where this memory must not be used any more: closed, or made before a fork that it does not survive."""
+        check_allocation(self)
+
+    def span(self):
+        """``(space, lo, hi)`` of the whole allocation."""
+        return self.space, self.origin, self.origin + self.nbytes
+
+    def close(self):
+        """Give the memory back now. Idempotent.
+
+        Raises LeaseError while a lease is held, ExchangeError while exports are alive or work is queued that uses the memory.
+        """
+        if self.closed:
+            return
+        if self.generation == interop_generation:
+            space, lo, hi = self.span()
+            for _, kind, holder in ledger_find(space, lo, hi, READ_LEASE | WRITE_LEASE):
+                _up_conflict(holder)
+            if self.lent:
+                raise ExchangeError(f"{self.lent} export{'s' if self.lent > 1 else ''} of this allocation of {self.nbytes} bytes "
+                                    "still use it", "drop the arrays, capsules and buffers made from its tensors")
+            for id, kind, point in ledger_find(space, lo, hi, READ_POINT | WRITE_POINT):
+                if not point.done():
+                    raise ExchangeError(f"queued work still uses this allocation of {self.nbytes} bytes", "wait for it: point.wait()")
+        release_allocation(self, True)
+
+    def __del__(self):
+        release_allocation(self, False)
+
+    def __repr__(self):
+        parts = [f"{self.nbytes} bytes", str(self.device), f"{'address' if addressable(self.dl.device_type) else 'handle'}={self.value:#x}"]
+        if self.readonly:
+            parts.append("readonly")
+        if self.traits:
+            parts.append("|".join(sorted(self.traits)))
+        if self.closed:
+            parts.append("closed")
+        return f"Allocation({', '.join(parts)})"
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("an Allocation is memory of this process; export(kind) gives a handle that crosses")
+
+
+cdef release_allocation(Allocation a, bint now):
+    """Once: imports first, then the owner is told, then let go. What is still used by queued work waits for it."""
+    cdef object release
+    if a.closed:
+        return
+    a.closed = True
+    if a.generation != interop_generation:
+        return                   # the parent's: releasing it here would be its second release
+    pending = []
+    if a.space:
+        pending = [p for _, _, p in ledger_find(a.space, -2**63, 2**63 - 1, READ_POINT | WRITE_POINT) if not p.done()]
+        from_space(a.space)
+    imports = list(a.imports.values())
+    a.imports.clear()
+    release = a.on_release
+    a.on_release = None
+    work = _Release(imports, release, a.owner, a.context, pending)
+    a.owner = None
+    if pending:
+        _later.append(work)
+    elif interop_foreign_thread:
+        # a thread that Python does not know: no callback of the user's runs here
+        Py_INCREF(work)
+        interop_retire(<PyObject*>work)
+    else:
+        work.run()
+
+
+class _Release:
+    """What has to happen when memory goes: in order, exactly once, never raising into whoever dropped the last reference."""
+    __slots__ = ("imports", "callback", "owner", "context", "points", "done")
+
+    def __init__(self, imports, callback, owner, context, points):
+        self.imports, self.callback, self.owner, self.context, self.points, self.done = imports, callback, owner, context, points, False
+
+    def ready(self):
+        return all([p.done() for p in self.points])
+
+    def run(self):
+        if self.done:
+            return
+        self.done = True
+        for i in reversed(self.imports):
+            try:
+                i.close()
+            except BaseException as e:
+                _report(e)
+        self.imports = ()
+        if self.callback is not None:
+            try:
+                self.callback()
+            except BaseException as e:
+                _report(e)
+        self.callback = self.owner = self.context = None
+
+    def __del__(self):
+        self.run()
+
+
+cdef list _later = []            # releases that wait for queued work
+
+
+def release_ready():
+    """Run the releases whose work has finished; how many still wait."""
+    if _later:
+        waiting = [w for w in _later if not w.ready()]
+        ready = [w for w in _later if w not in waiting]
+        _later[:] = waiting
+        for w in ready:
+            w.run()
+    return len(_later)
+
+
+cdef int check_allocation(Allocation a) except -1:
+    if a.closed:
+        raise ExchangeError(f"this memory of {a.nbytes} bytes on {a.device} was closed", "make the tensor anew")
+    if a.generation != interop_generation and a.context is not None:
+        raise ExchangeError(f"this memory on {a.device} was made before fork: a child process owns no driver object",
+                            "make it in the child, or start workers with the 'spawn' method")
+    return 0
+
+
+cdef Tensor allocation_view(Allocation a, shape, Device device, DType dtype, strides, row_pitch, byte_offset, readonly):
+    cdef int64_t dims[MAX_NDIM]
+    cdef int64_t steps[MAX_NDIM]
+    cdef int64_t lo = 0, hi = 0, row
+    cdef int n, i
+    cdef Tensor t
+    cdef DLTensor d
+    cdef bint packed
+    check_allocation(a)
+    extents = (_index(shape),) if hasattr(shape, "__index__") else tuple([_index(s) for s in shape])
+    n = len(extents)
+    if n > MAX_NDIM:
+        raise ValueError(f"{n} dimensions: at most {MAX_NDIM}")
+    for i in range(n):
+        if not 0 <= extents[i] < 2**63:
+            raise ValueError(f"shape {extents}: extents are not negative")
+        dims[i] = extents[i]
+    packed = is_packed(dtype.dl, 0)
+    if strides is not None and row_pitch is not None:
+        raise TypeError("give strides or row_pitch, not both")
+    if strides is not None:
+        steps_ = tuple([_index(s) for s in strides])
+        if len(steps_) != n:
+            raise ValueError(f"strides {steps_} for shape {extents}: one for each extent, in elements")
+        for i in range(n):
+            if not -2**63 <= steps_[i] < 2**63:
+                raise ValueError(f"strides {steps_}: beyond 64 bits")
+            steps[i] = steps_[i]
+    else:
+        compact_strides(n, dims, steps)
+    d.data = <void*><uintptr_t>a.value
+    d.device = a.dl
+    d.ndim = n
+    d.dtype = dtype.dl
+    d.shape = dims
+    d.strides = steps
+    try:
+        check_extent(dtype.dl, n, dims, steps)
+    except ExchangeError as e:
+        raise ValueError(str(e)) from None
+    if row_pitch is not None:
+        if n == 0 or packed:
+            raise ValueError("row_pitch needs at least one dimension and whole-byte elements")
+        row = element_bytes(dtype.dl, 0)
+        pitch = _index(row_pitch)
+        width = steps[0] * row if dims[0] > 1 or n > 1 else row
+        if pitch % row:
+            raise ValueError(f"row_pitch {pitch} is not a multiple of the {row}-byte {dtype}: strides count elements")
+        if pitch < width:
+            raise ValueError(f"row_pitch {pitch} is less than a row of {width} bytes")
+        if pitch >= 2**62:
+            raise ValueError(f"row_pitch {pitch} reaches outside the allocation of {a.nbytes} bytes")
+        steps[0] = pitch // row
+        try:
+            check_extent(dtype.dl, n, dims, steps)
+        except ExchangeError as e:
+            raise ValueError(str(e)) from None
+    offset = _index(byte_offset)
+    if not 0 <= offset <= a.nbytes:
+        raise ValueError(f"byte_offset {offset} lies outside the allocation of {a.nbytes} bytes")
+    d.byte_offset = offset
+    byte_range(&d, 0, &lo, &hi)
+    if not is_empty(n, dims) and (lo < 0 or hi > a.nbytes):
+        raise ValueError(f"shape {extents} of {dtype} at byte {offset} touches bytes {lo} to {hi} of an allocation of {a.nbytes} bytes")
+    if addressable(a.dl.device_type) and (a.value + <uint64_t>offset) % <uint64_t>component_bytes(dtype.dl) and not is_empty(n, dims):
+        raise ValueError(f"byte_offset {offset}: the first {dtype} would lie at {a.value + <uint64_t>offset:#x}, "
+                         f"not a multiple of {component_bytes(dtype.dl)} bytes")
+    if readonly is False and a.readonly:
+        raise ValueError("the allocation is read-only: readonly=False cannot be had")
+    t = over_object(a, &d, DL_READ_ONLY if a.readonly or readonly else 0)
+    t.alloc = <PyObject*>a
+    return t
+
+
+# ---- exports that count ----
+@cython.no_gc_clear
+@cython.final
+@cython.internal
+cdef class _Export:
+    """As long as one is alive, the allocation cannot be closed."""
+    cdef Tensor tensor
+    cdef Allocation allocation
+
+    def __dealloc__(self):
+        self.allocation.lent -= 1
+
+
+cdef Tensor counted(Tensor t):
+    """The same view for somebody outside to hold."""
+    cdef _Export token
+    cdef Tensor out
+    cdef Allocation a = <Allocation>t.alloc
+    check_allocation(a)
+    token = _Export.__new__(_Export)
+    token.tensor = t
+    token.allocation = a
+    a.lent += 1
+    out = blank_object_tensor(token)
+    copy_view(out, t)
+    return out
+
+
+cdef copy_view(Tensor out, Tensor t):
+    out.dl = t.dl
+    out.dl.ndim = 0
+    out.dl.shape = NULL
+    take_dims(out, t.dl.ndim, t.dl.shape, t.dl.strides)
+    out.flags = t.flags
+    out.stream = t.stream
+    out.alloc = t.alloc
+
+
+cdef inline Tensor lend(Tensor t, stream):
+    """Before a tensor leaves: nobody may be writing, what is pending is ordered, and the export is counted where there is a close()."""
+    if _n_entries:
+        check_bytes(&t.dl, t.alloc, stream)
+    return counted(t) if t.alloc != NULL else t
+
+
+# ---- the allocation of a foreign tensor ----
+_foreign = __import__("weakref").WeakKeyDictionary()     # root Tensor -> weak Allocation
+
+
+cdef Tensor root_of(Tensor t):
+    cdef object owner
+    while True:
+        if isinstance(t, _ObjectTensor):
+            owner = (<_ObjectTensor>t).keep
+            if isinstance(owner, _Export):
+                owner = (<_Export>owner).tensor
+        else:
+            owner = <object>t.held if not t.owns and t.held != NULL else None
+        if not isinstance(owner, Tensor):
+            return t
+        t = <Tensor>owner
+
+
+cdef object allocation_of(Tensor t):
+    """The Allocation behind a tensor; for memory of others one is made when it is asked for, on the root, and all views see it."""
+    cdef Tensor root
+    cdef int64_t lo = 0, hi = 0
+    cdef Allocation a
+    if t.alloc != NULL:
+        return <object>t.alloc
+    root = root_of(t)
+    ref = _foreign.get(root)
+    found = ref() if ref is not None else None
+    if found is not None:
+        return found
+    byte_range(&root.dl, root.flags, &lo, &hi)
+    if addressable(root.dl.device.device_type):
+        a = Allocation(<uint64_t>(<int64_t><uintptr_t>root.dl.data + lo), hi - lo, device_of(root.dl.device), owner=root,
+                       readonly=bool(root.flags & DL_READ_ONLY))
+    else:
+        # the size behind a foreign handle is not known: as far as this view reaches
+        a = Allocation(<uint64_t><uintptr_t>root.dl.data, max(hi, 0), device_of(root.dl.device), owner=root,
+                       readonly=bool(root.flags & DL_READ_ONLY))
+        a.space = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>root.dl.data
+    _foreign[root] = __import__("weakref").ref(a)
+    return a
+
+
+# ---- what the layer above asks of a tensor ----
+def is_host(Tensor t not None):
+    """Whether the host can read its memory where it is."""
+    return host_accessible(t.dl.device.device_type)
+
+
+def offset_in(Tensor t not None):
+    """Bytes from the start of its Allocation to its first element."""
+    cdef Allocation a = allocation_of(t)
+    if addressable(t.dl.device.device_type):
+        return <int64_t>(<uintptr_t>t.dl.data - a.value) + <int64_t>t.dl.byte_offset
+    return t.dl.byte_offset
+
+
+def raw_view(Tensor t not None):
+    """A host tensor as a NumPy array of its bytes, element by element; packed types as the run of bytes that they share."""
+    if not host_accessible(t.dl.device.device_type):
+        refuse_host(t.dl.device)
+    if t.alloc != NULL:
+        check_allocation(<Allocation>t.alloc)
+    if is_packed(t.dl.dtype, t.flags):
+        if not is_compact(t.dl.ndim, t.dl.shape, t.dl.strides, False):
+            raise ExchangeError(f"dtype {dtype_of(t.dl.dtype)} with strides: elements that share bytes are only copied whole")
+        return raw_bytes(t)
+    size = element_bytes(t.dl.dtype, t.flags)
+    return based(raw_array(&t.dl, size, np.dtype(f"V{size}") if size not in (1, 2, 4, 8) else np.dtype(f"u{size}")), t)
+
+
+cdef raw_bytes(Tensor t):
+    cdef cnp.npy_intp n = bytes_of(t.dl.dtype, count(t.dl.ndim, t.dl.shape), t.flags)
+    descr = np.dtype("u1")
+    Py_INCREF(descr)
+    return based(PyArray_NewFromDescr(&PyArray_Type, <NpyDescr*><PyObject*>descr, 1, &n, NULL, <char*>t.dl.data + t.dl.byte_offset,
+                                      NPY_ARRAY_BEHAVED, NULL), t)
+
+
+cdef based(array, Tensor t):
+    Py_INCREF(t)
+    PyArray_SetBaseObject(<NpyArray*><PyObject*>array, <PyObject*>t)
+    return array
+
+
+def host_tensor(shape, dtype, padded=False, alignment=64):
+    """A Tensor over fresh host memory, not zeroed."""
+    cdef int64_t dims[MAX_NDIM]
+    cdef int i, n
+    cdef DLDataType d = get_dtype(dtype).dl
+    cdef Block* b
+    n = take_shape(shape, dims)
+    check_extent(d, n, dims, NULL)
+    b = allocate_block(d, n, dims, DL_SUBBYTE_PADDED if padded else 0, alignment)
+    if b == NULL:
+        raise MemoryError(f"{bytes_of(d, count(n, dims), 0)} bytes of host memory")
+    return adopt(blank_tensor(), &b.v)
+
+
+cdef int take_shape(shape, int64_t* dims) except -1:
+    cdef int i
+    extents = tuple(shape)
+    if len(extents) > MAX_NDIM:
+        raise ValueError(f"{len(extents)} dimensions: at most {MAX_NDIM}")
+    for i in range(len(extents)):
+        if not 0 <= extents[i] < 2**63:
+            raise ValueError(f"shape {extents}: extents are from 0 to 2**63 - 1")
+        dims[i] = extents[i]
+    return <int>len(extents)
+
+
+def bytes_for(shape, dtype):
+    """Bytes of a compact tensor. ValueError where they do not fit in 64 bits."""
+    cdef int64_t dims[MAX_NDIM]
+    cdef DLDataType d = get_dtype(dtype).dl
+    cdef int n = take_shape(shape, dims)
+    try:
+        check_extent(d, n, dims, NULL)
+    except ExchangeError as e:
+        raise ValueError(str(e)) from None
+    return bytes_of(d, count(n, dims), 0)
+
+
+globals().update(READ_LEASE=READ_LEASE, WRITE_LEASE=WRITE_LEASE, READ_POINT=READ_POINT, WRITE_POINT=WRITE_POINT,
+                 HOST_ALIGNMENT=HOST_ALIGNMENT)

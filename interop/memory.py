@@ -1,0 +1,471 @@
+"""Memory that crosses APIs and processes: Context, handles and who closes them, `wrap`, `empty`. Policy; the state is the core's Allocation.
+
+Knows host memory and the contract; no framework and no driver by name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _core
+from ._core import Allocation, Device, DType, Tensor
+from .errors import ExchangeError
+from .registry import adapter_of, context_of, party_limits
+
+if TYPE_CHECKING:
+    from .contract import Adapter, Importable
+
+PAGE = mmap.PAGESIZE
+#: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE.
+KINDS: dict[str, tuple[str, str]] = {
+    "opaque_fd": ("fd", "a successful import consumes it; else its holder closes it"),
+    "dma_buf": ("fd", "a successful import consumes it; else its holder closes it"),
+    "memfd": ("fd", "its holder closes it; a mapping keeps the memory by itself"),
+    "host": ("address", "borrowed: the memory stays its owner's"),
+}
+
+
+class Context:
+    """The live object in which handles are valid: a device with its queues, a driver's context. Adapters derive theirs.
+
+    Attributes:
+        device: the Device, one number among those of its adapter.
+        adapter: who made it.
+        capabilities: names of what it can do.
+    """
+
+    def __init__(self, device: Device, adapter: Adapter, capabilities: Iterable[str] = ()) -> None:
+        """A context that is open."""
+        self.device, self.adapter, self.capabilities = device, adapter, frozenset(capabilities)
+        self.generation = _core.generation()
+        self._allocations: weakref.WeakSet[Allocation] = weakref.WeakSet()
+        self._closed = False
+
+    def adopt(self, allocation: Allocation) -> Allocation:
+        """Count an allocation of this context: `close` is refused while it lives."""
+        self._allocations.add(allocation)
+        return allocation
+
+    def check(self) -> None:
+        """Raise where this context must not be used: closed, or made before a fork."""
+        if self._closed:
+            raise ExchangeError(f"this {self.adapter.name} context on {self.device} was closed", "open another")
+        if self.generation != _core.generation():
+            raise ExchangeError(f"this {self.adapter.name} context was made before fork: a child process owns no driver object",
+                                "open one in the child, or start workers with the 'spawn' method")
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has run."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give the native objects back. Idempotent; ExchangeError while allocations of it live. Does nothing after fork."""
+        if self._closed:
+            return
+        if self.generation != _core.generation():
+            self._closed = True
+            return
+        _core.release_ready()
+        alive = [a for a in self._allocations if not a.is_closed]
+        if alive:
+            raise ExchangeError(f"{len(alive)} allocation{'s' if len(alive) > 1 else ''} of this {self.adapter.name} context still live: "
+                                f"{alive[0]!r}", "close or drop them first")
+        self._closed = True
+        self._close()
+
+    def _close(self) -> None:
+        """What the adapter's context has to give back."""
+
+    def __enter__(self) -> Context:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close it."""
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{self.adapter.name} context on {self.device}{', closed' if self._closed else ''}>"
+
+
+@dataclass(frozen=True)
+class NativeHandle:
+    """A handle that is valid in this process and its Context only.
+
+    Attributes:
+        kind: ``"pointer"``, ``"cl_mem"``, ``"VkBuffer"``, or an adapter's own word.
+        value: the number.
+        context: where it is valid; None: the host.
+    """
+
+    kind: str
+    value: int
+    context: Any = None
+
+
+@dataclass
+class ExternalHandle:
+    """An OS object that stands for a **whole** memory object and crosses Contexts or processes.
+
+    It owns its descriptor: ``with`` closes what nobody took. `duplicate` makes one from a descriptor that stays yours.
+
+    Attributes:
+        kind: one of `KINDS`, which says who closes it.
+        value: the descriptor, or the address of a host range.
+        nbytes: size of the whole memory object, not of a tensor in it.
+        offset: where the memory that is meant begins in it, in bytes.
+        dedicated: Vulkan's dedicated allocation; an import must say the same.
+        memory_type: the exporter's memory type index, or None.
+        device_uuid, driver_uuid: 16 bytes each, or None: unknown, which is equal to nothing.
+    """
+
+    kind: str
+    value: int
+    nbytes: int
+    offset: int = 0
+    dedicated: bool = False
+    memory_type: int | None = None
+    device_uuid: bytes | None = None
+    driver_uuid: bytes | None = None
+    owner: Any = field(default=None, repr=False)
+    consumed: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the driver."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.value < 0:
+            raise ValueError(f"{self.kind} {self.value}: not a {KINDS[self.kind][0]}")
+        if self.nbytes <= 0 or not 0 <= self.offset < self.nbytes:
+            raise ValueError(f"nbytes {self.nbytes} with offset {self.offset}: the offset lies inside a size that is not 0")
+        for uuid in (self.device_uuid, self.driver_uuid):
+            if uuid is not None and len(uuid) != 16:
+                raise ValueError(f"UUID of {len(uuid)} bytes: UUIDs have 16")
+        if self.device_uuid == bytes(16):
+            self.device_uuid = None  # a driver that does not know says zeros: unknown, not equal to another unknown
+
+    @property
+    def is_fd(self) -> bool:
+        """Whether `value` is a file descriptor."""
+        return KINDS[self.kind][0] == "fd"
+
+    @classmethod
+    def duplicate(cls, kind: str, fd: int, nbytes: int, **fields: Any) -> ExternalHandle:
+        """A handle with a descriptor of its own (close-on-exec); `fd` stays the caller's."""
+        return cls(kind, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), nbytes, **fields)
+
+    def copy(self) -> ExternalHandle:
+        """Another handle to the same memory object, closed on its own."""
+        self._check()
+        fields = {n: getattr(self, n) for n in ("offset", "dedicated", "memory_type", "device_uuid", "driver_uuid", "owner")}
+        if self.is_fd:
+            return ExternalHandle.duplicate(self.kind, self.value, self.nbytes, **fields)
+        return ExternalHandle(self.kind, self.value, self.nbytes, **fields)
+
+    def fileno(self) -> int:
+        """The descriptor, still this handle's to close."""
+        self._check()
+        if not self.is_fd:
+            raise ExchangeError(f"a {self.kind} handle has no file descriptor")
+        return self.value
+
+    def take(self) -> int:
+        """The value, and with it the duty to close it: for a driver that consumes it."""
+        self._check()
+        self.consumed = True
+        return self.value
+
+    def close(self) -> None:
+        """Close the descriptor unless it was taken. Idempotent."""
+        if not self.consumed:
+            self.consumed = True
+            if self.is_fd:
+                os.close(self.value)
+
+    def _check(self) -> None:
+        if self.consumed:
+            raise ExchangeError(f"this {self.kind} handle was consumed or closed", "export another")
+
+    def __enter__(self) -> ExternalHandle:
+        """Itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close what was not taken."""
+        self.close()
+
+    def __del__(self) -> None:
+        """A descriptor that was forgotten is closed."""
+        if not getattr(self, "consumed", True):
+            self.close()
+
+    def pack(self) -> tuple[bytes, list[int]]:
+        """``(data, fds)`` for ``socket.send_fds``: everything about the memory, and the descriptor beside it."""
+        fd = self.fileno()
+        fields = {"kind": self.kind, "nbytes": self.nbytes, "offset": self.offset, "dedicated": self.dedicated,
+                  "memory_type": self.memory_type, "device_uuid": _hex(self.device_uuid), "driver_uuid": _hex(self.driver_uuid)}
+        body = json.dumps(fields).encode()
+        return _PACKED.pack(b"IXH1", len(body)) + body, [fd]
+
+    @classmethod
+    def unpack(cls, data: bytes, fds: list[int]) -> ExternalHandle:
+        """The other end of `pack`; takes over the descriptor that ``socket.recv_fds`` gave."""
+        try:
+            magic, n = _PACKED.unpack_from(data)
+            if magic != b"IXH1" or len(fds) != 1:
+                raise ValueError(f"{len(fds)} descriptors, magic {magic!r}")
+            f = json.loads(data[_PACKED.size:_PACKED.size + n])
+            return cls(f["kind"], fds[0], f["nbytes"], f["offset"], f["dedicated"], f["memory_type"], _unhex(f["device_uuid"]),
+                       _unhex(f["driver_uuid"]))
+        except (struct.error, KeyError, TypeError, json.JSONDecodeError, ValueError) as e:
+            raise ValueError(f"not a packed ExternalHandle: {e}") from None
+
+
+_PACKED = struct.Struct("<4sI")
+
+
+def _hex(uuid: bytes | None) -> str | None:
+    return None if uuid is None else uuid.hex()
+
+
+def _unhex(text: str | None) -> bytes | None:
+    return None if text is None else bytes.fromhex(text)
+
+
+# ---- import and export ----
+def importable(kind: str, place: Any) -> Importable:
+    """What importing such a handle at `place` takes: answered before anything is imported."""
+    from .contract import Importable
+
+    adapter, where = context_of(place)
+    if adapter is None or not adapter.can("import_handle"):
+        return Importable(False, f"nothing at {place} imports handles")
+    answer: Importable = adapter.importable(kind, place=where)
+    return answer
+
+
+def import_handle(h: ExternalHandle, place: Any) -> Allocation:
+    """The memory behind `h` in another Context. `h` stays its holder's: a duplicate is what the driver gets.
+
+    Raises ExchangeError where `importable` says no; whatever the driver's refusal leaves is closed.
+    """
+    need = importable(h.kind, place)
+    if not need.supported:
+        raise ExchangeError(f"{h.kind} cannot be imported at {place}: {need.reason}")
+    need.check(h)
+    adapter, where = context_of(place)
+    own = h.copy()
+    try:
+        allocation: Allocation = adapter.import_handle(own, place=where)
+    finally:
+        own.close()                 # unless the driver took it
+    return allocation
+
+
+def export(a: Allocation, kind: str) -> ExternalHandle:
+    """``Allocation.export``: a handle of one of the kinds in ``Allocation.exports``; its holder closes it."""
+    a.check()
+    if kind not in a.exports:
+        kinds = ", ".join(sorted(a.exports)) or "none"
+        raise ExchangeError(f"this allocation exports no {kind!r} (it exports: {kinds})",
+                            "allocate it so: interop.empty(..., shared_with=['process'])" if not a.exports else None)
+    if a.adapter is not None:
+        handle: ExternalHandle = a.adapter.export_handle(a, kind)
+        return handle
+    if kind == "host":
+        return ExternalHandle("host", a.handle, a.nbytes, owner=a)
+    pages = a.owner
+    return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset)
+
+
+# ---- host pages ----
+class Pages:
+    """Whole pages of this process: anonymous, or of a memfd. Owns the mapping and its descriptor."""
+
+    def __init__(self, size: int, fd: int | None, offset: int, readonly: bool, fork: bool) -> None:
+        """Map them; takes over `fd`."""
+        self.fd, self.size, self.offset = fd, size, offset
+        base = offset // PAGE * PAGE
+        prot = mmap.PROT_READ | (0 if readonly else mmap.PROT_WRITE)
+        if fd is None:
+            self._map = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot)
+        else:
+            self._map = mmap.mmap(fd, size - base, mmap.MAP_SHARED, prot, offset=base)
+        if not fork:
+            # a page that a device has pinned must not turn copy-on-write under it
+            self._map.madvise(mmap.MADV_DONTFORK)
+        self.address = np.frombuffer(self._map, np.uint8).ctypes.data + offset - base
+
+    def __del__(self) -> None:
+        """The mapping goes by itself; the descriptor is ours."""
+        fd = getattr(self, "fd", None)
+        if fd is not None:
+            os.close(fd)
+
+
+def _memfd(size: int) -> int:
+    fd = os.memfd_create("interop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+def _wrap_memfd(h: ExternalHandle, nbytes: int, owner: Any, on_release: Any, readonly: bool) -> Allocation:
+    fd = h.fileno()
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as e:
+        raise ExchangeError(f"descriptor {fd} is no memfd: {e.strerror}; another process could truncate it under the mapping",
+                            "map it yourself and wrap the address, with the mapping as owner") from None
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ExchangeError("this memfd is not sealed against shrinking: whoever truncates it kills every process that reads it",
+                            "fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)")
+    size = os.fstat(fd).st_size
+    if h.offset + nbytes > size:
+        raise ValueError(f"{nbytes} bytes at {h.offset} do not lie in a memfd of {size} bytes")
+    if seals & fcntl.F_SEAL_WRITE and not readonly:
+        raise ExchangeError("this memfd is sealed against writing", "readonly=True")
+    pages = Pages(size, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), h.offset, readonly, fork=True)
+    return Allocation(pages.address, nbytes, (1, 0), owner=pages if owner is None else _Both(pages, owner), on_release=on_release,
+                      readonly=readonly, alignment=PAGE if not h.offset % PAGE else 1, traits=("host_visible", "coherent", "cached", "shared"),
+                      exports=("memfd", "host") if owner is None else ("host",))
+
+
+class _Both:
+    """Two owners of one piece of memory."""
+
+    __slots__ = ("owner", "pages")
+
+    def __init__(self, pages: Pages, owner: Any) -> None:
+        self.pages, self.owner = pages, owner
+
+
+# ---- wrap ----
+def wrap(handle: Any, nbytes: int, *, device: Any, owner: Any, on_release: Any = None, readonly: bool = False) -> Allocation:
+    """Memory that the application owns, as an Allocation: a camera's ring, a pinned block, a descriptor, a library's handle.
+
+    Args:
+        handle: an address or native handle as int, which is trusted; or an ExternalHandle (its descriptor is duplicated).
+        nbytes: size of the whole memory, in bytes. Tensors are checked against it.
+        device: where the bytes live: a Device or its spelling, or the Context in which the handle is valid.
+        owner: kept alive until the memory is released; None where something else keeps it.
+        on_release: called once, without arguments, when the last tensor, export and lease is gone; on a thread of the interpreter.
+        readonly: every tensor of it is read-only.
+
+    Returns an Allocation: ``.tensor(shape, dtype, strides= | row_pitch=, byte_offset=)`` makes views of parts of it.
+
+    Raises:
+        ValueError: a size or handle that cannot be. ExchangeError: a memfd that could shrink, or nobody who imports such a handle.
+    """
+    if isinstance(nbytes, bool) or not hasattr(nbytes, "__index__"):
+        raise TypeError(f"nbytes {nbytes!r}: an int")
+    if nbytes < 0:
+        raise ValueError(f"nbytes {nbytes}: not negative")
+    if on_release is not None and not callable(on_release):
+        raise TypeError(f"on_release {on_release!r}: a function without arguments")
+    adapter, where = context_of(device)
+    if isinstance(handle, ExternalHandle):
+        if handle.kind == "memfd" and adapter is None:
+            return _wrap_memfd(handle, nbytes, owner, on_release, readonly)
+        imported = import_handle(handle, device)
+        return Allocation(imported.handle, nbytes, imported.device, owner=_Both(imported, owner), on_release=on_release,  # type: ignore[arg-type]
+                          context=imported.context, adapter=imported.adapter, readonly=readonly, root=imported)
+    if isinstance(handle, bool) or not hasattr(handle, "__index__"):
+        raise TypeError(f"handle {handle!r}: an address or native handle as int, or an ExternalHandle")
+    value = handle.__index__()
+    if not 0 <= value < 2**64:
+        raise ValueError(f"handle {value}: not a 64-bit address or handle")
+    if value == 0 and nbytes:
+        raise ValueError(f"handle 0 with {nbytes} bytes: NULL is no memory")
+    context = where if isinstance(where, Context) else None
+    place = context.device if context is not None else where if isinstance(where, Device) else Device("cpu")
+    if value + nbytes > 2**64 and adapter is None:
+        raise ValueError(f"{nbytes} bytes from {value:#x} run past the address space")
+    a = Allocation(value, nbytes, place, owner=owner, on_release=on_release, context=context, adapter=adapter, readonly=readonly,
+                   traits=("host_visible", "coherent", "cached") if adapter is None else (), exports=("host",) if adapter is None else ())
+    return context.adopt(a) if context is not None else a
+
+
+# ---- empty ----
+def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[Any] = (), alignment: int | None = None) -> Tensor:
+    """Memory that everybody named can use in place; its contents are undefined.
+
+    Args:
+        shape: extents; an int for one dimension.
+        dtype: anything that names a dtype.
+        device: where the bytes live; None: the host.
+        shared_with: frameworks and places that must see it without a copy, ``"process"`` for other processes.
+        alignment: bytes, a power of two; raised to what the parties need.
+
+    Raises ExchangeError naming the parties that cannot share such memory, and those that could.
+    """
+    kind = DType(dtype)
+    extents = (shape.__index__(),) if hasattr(shape, "__index__") else tuple(s.__index__() for s in shape)
+    if isinstance(shared_with, str):
+        raise TypeError(f"shared_with={shared_with!r}: a sequence of parties, such as ['torch']")
+    if alignment is not None and (alignment <= 0 or alignment & (alignment - 1)):
+        raise ValueError(f"alignment {alignment}: a power of two")
+    adapter, where = context_of("cpu" if device is None else device)
+    parties = list(shared_with)
+    _check_parties(parties, device, adapter)
+    nbytes = _core.bytes_for(extents, kind)
+    if adapter is not None:
+        if not adapter.can("allocate"):
+            raise ExchangeError(f"adapter {adapter.name} allocates no memory", "wrap memory that its own API allocated")
+        allocation: Allocation = adapter.allocate(nbytes, place=where, alignment=alignment or 1, shared_with=tuple(parties)) if nbytes else \
+            Allocation(0, 0, where if isinstance(where, Device) else where.device, adapter=adapter)
+        return allocation.tensor(extents, kind)
+    needed, whole_pages, imported = max(alignment or 1, _core.HOST_ALIGNMENT), False, False
+    for party in parties:
+        if party == "process":
+            whole_pages = True
+            continue
+        limits = party_limits(party)
+        needed = max(needed, limits.alignment)
+        if limits.imports:
+            whole_pages = imported = True
+            needed = max(needed, PAGE)
+    if not whole_pages and needed <= PAGE:
+        return _core.host_tensor(extents, kind, False, needed)
+    if needed > PAGE:
+        raise ExchangeError(f"alignment {needed}: host memory here is aligned to pages of {PAGE} bytes at most")
+    size = max(PAGE, -(-nbytes // PAGE) * PAGE)
+    fd = _memfd(size) if "process" in parties else None
+    pages = Pages(size, fd, 0, False, fork=not imported)
+    a = Allocation(pages.address, size, (1, 0), owner=pages, alignment=PAGE, traits=("host_visible", "coherent", "cached"),
+                   exports=("memfd", "host") if fd is not None else ("host",))
+    return a.tensor(extents, kind)
+
+
+def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:
+    bad: list[str] = []
+    good: list[str] = []
+    for party in parties:
+        if party == "process":
+            (good if adapter is None or "process" in adapter.shares else bad).append("process")
+            continue
+        limits = party_limits(party)        # unknown names raise here
+        here, _ = context_of(party)
+        name = str(party)
+        ok = (here is None or "host" in limits.imports) if adapter is None else here is adapter or bool(adapter.shares & limits.imports)
+        (good if ok else bad).append(name)
+    if bad:
+        raise ExchangeError(f"memory on {device or 'cpu'} cannot be shared with {', '.join(bad)}",
+                            f"of the parties named, {', '.join(good)} could share it" if good else "leave them out, and copy: interop.copyto")
+
+
+def adapter_named_by(t: Tensor) -> Any:
+    """The adapter whose memory a tensor is, or None for host memory and strangers."""
+    return t.allocation.adapter or adapter_of(t.device)

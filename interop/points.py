@@ -1,0 +1,380 @@
+"""Points: when is it ready. A Point has ``done()`` and ``wait(timeout)``, and where the API can, a native form that a queue waits for.
+
+Knows no framework and no adapter by name: an adapter is asked through its contract (`wait`, `record`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+from . import _core
+from .errors import ExchangeError
+
+#: Longest that interop itself waits on the host for somebody's queue before it says so, in seconds.
+HOST_TIMEOUT = 60.0
+#: A wait is cut into slices of this many seconds, between which signals such as Ctrl-C get in.
+_SLICE = 0.1
+
+
+class Point:
+    """A moment after which work is finished: done, being waited for, or failed.
+
+    Subclasses give `_poll` and, where waiting beats polling, `_block`. Everything else follows. A Point belongs to no thread.
+    """
+
+    __slots__ = ("__weakref__",)
+
+    def _poll(self) -> bool:
+        raise TypeError(f"{type(self).__qualname__} is a Point and lacks _poll()")
+
+    def _block(self, seconds: float) -> None:
+        """Wait at most so long, without holding the GIL; returning early is fine."""
+        time.sleep(min(seconds, 0.0005))
+
+    def done(self) -> bool:
+        """Whether the work has finished. Never blocks. A failed Point is done."""
+        return self._poll()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return once the work has finished.
+
+        Args:
+            timeout: seconds; None waits for ever. Ctrl-C gets in either way.
+
+        Raises:
+            TimeoutError: it did not finish in time.
+            The error that the work failed with.
+        """
+        if not self._poll():
+            self._wait(timeout)
+        error = self.error()
+        if error is not None:
+            raise error
+
+    def _wait(self, timeout: float | None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._poll():
+            left = _SLICE if end is None else end - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"{self!r} was not reached within {timeout} s")
+            self._block(min(left, _SLICE))
+
+    def error(self) -> BaseException | None:
+        """What the work failed with, once it is done; None where it did not."""
+        return None
+
+    def native(self) -> Any:
+        """The API's own form (a list of (VkSemaphore, value), a cl_event, a CUDA event). ExchangeError where there is none."""
+        raise ExchangeError(f"{self!r} has no native form", "wait for it on the host: point.wait()")
+
+    def stream_wait(self, stream: Any) -> bool:
+        """Make `stream` wait for this Point without blocking the host. False: this Point cannot; wait on the host."""
+        return self._poll()
+
+    def add_done_callback(self, callback: Callable[[Point], Any]) -> None:
+        """Call ``callback(self)`` once, when done: at once where it is, else from a thread of interop's. Errors in it are reported, not raised."""
+        if self._poll():
+            _call(callback, self)
+        else:
+            _watcher.watch(self, callback)
+
+    def __await__(self) -> Generator[Any, None, None]:
+        """``await point``: the event loop goes on meanwhile."""
+        if not self._poll():
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+
+            def wake(_: Point) -> None:
+                try:
+                    loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+                except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
+                    pass
+
+            self.add_done_callback(wake)
+            yield from future
+        error = self.error()
+        if error is not None:
+            raise error
+
+
+class Ready(Point):
+    """Nothing to wait for."""
+
+    __slots__ = ()
+
+    def _poll(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Ready()"
+
+
+class Failed(Point):
+    """Work that ended with an error: whoever waits for it gets that error."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: BaseException) -> None:
+        """Keep the error."""
+        self._error = error
+
+    def _poll(self) -> bool:
+        return True
+
+    def error(self) -> BaseException | None:
+        """The error."""
+        return self._error
+
+    def __repr__(self) -> str:
+        return f"Failed({self._error!r})"
+
+
+class Foreign(Point):
+    """A Point from two functions, for any kind of fence: see `point`."""
+
+    __slots__ = ("_done", "_error", "_finished", "_native", "_stream_wait", "_wait_function")
+
+    def __init__(self, done: Callable[[], bool], wait: Callable[..., Any] | None, native: Any, stream_wait: Callable[[Any], bool] | None) -> None:
+        """Use `point`."""
+        self._done = done
+        self._wait_function = wait
+        self._native = native
+        self._stream_wait = stream_wait
+        self._finished = False
+        self._error: BaseException | None = None
+
+    def _poll(self) -> bool:
+        if not self._finished:
+            try:
+                self._finished = bool(self._done())
+            except Exception as e:  # a fence that cannot be asked any more (device lost) never will be done otherwise
+                self._error, self._finished = e, True
+            if self._finished:
+                # what the functions hold (a fence, a device) is not needed any more
+                self._done = _yes
+                self._wait_function = self._stream_wait = None
+        return self._finished
+
+    def _block(self, seconds: float) -> None:
+        wait = self._wait_function
+        if wait is None:
+            super()._block(seconds)
+            return
+        try:
+            wait(seconds)
+        except TimeoutError:
+            pass
+        except Exception as e:
+            self._error, self._finished = e, True
+
+    def error(self) -> BaseException | None:
+        """What done() or wait() raised."""
+        return self._error
+
+    def native(self) -> Any:
+        """What was given as `native`, called where it is a function."""
+        if self._native is None:
+            return super().native()
+        return self._native() if callable(self._native) else self._native
+
+    def stream_wait(self, stream: Any) -> bool:
+        """Through the function given, where there is one."""
+        if self._poll():
+            return True
+        function = self._stream_wait
+        return function is not None and bool(function(stream))
+
+    def __repr__(self) -> str:
+        return f"Point({'done' if self._finished else 'pending'})"
+
+
+class All(Point):
+    """Done when all of its parts are; fails with the first error among them."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Iterable[Point]) -> None:
+        """Keep the parts."""
+        self.parts: tuple[Point, ...] = tuple(parts)
+
+    def _poll(self) -> bool:
+        return all(p.done() for p in self.parts)
+
+    def _block(self, seconds: float) -> None:
+        for p in self.parts:
+            if not p.done():
+                p._block(seconds)
+                return
+
+    def error(self) -> BaseException | None:
+        """The first error."""
+        return next((e for p in self.parts if p.done() and (e := p.error()) is not None), None)
+
+    def native(self) -> Any:
+        """The native forms of the parts that are not done, one list: what a submit waits for."""
+        out: list[Any] = []
+        for p in self.parts:
+            if not p.done():
+                form = p.native()
+                out.extend(form if isinstance(form, list) else [form])
+        return out
+
+    def stream_wait(self, stream: Any) -> bool:
+        """Of all parts; False where one cannot, though others may already be waited for."""
+        return all([p.stream_wait(stream) for p in self.parts])
+
+    def __repr__(self) -> str:
+        return f"All({', '.join(map(repr, self.parts))})"
+
+
+READY = Ready()
+
+
+def point(*, done: Callable[[], bool], wait: Callable[..., Any] | None = None, native: Any = None,
+          stream_wait: Callable[[Any], bool] | None = None) -> Point:
+    """A Point from an API's own fence.
+
+    Args:
+        done: says whether it has signalled; never blocks. What it raises becomes the Point's error.
+        wait: blocks at most the seconds it is given, without the GIL; None: `done` is polled.
+        native: the API's form, or a function that gives it.
+        stream_wait: makes a stream of the API wait and returns True, or returns False.
+    """
+    if not callable(done) or (wait is not None and not callable(wait)):
+        raise TypeError("point() takes two functions, done() and wait(seconds)")
+    return Foreign(done, wait, native, stream_wait)
+
+
+def all_of(points: Iterable[Point]) -> Point:
+    """One Point for several; parts that are done and did not fail are left out."""
+    parts = [p for p in points if not (p.done() and p.error() is None)]
+    if not parts:
+        return READY
+    return parts[0] if len(parts) == 1 else All(parts)
+
+
+def as_point(x: Any) -> Point:
+    """A Point as it is; None: ready; anything with ``done()`` and ``wait(timeout)``: made one."""
+    if x is None:
+        return READY
+    if isinstance(x, Point):
+        return x
+    done, wait = getattr(x, "done", None), getattr(x, "wait", None)
+    if callable(done) and callable(wait):
+        return point(done=done, wait=wait)
+    raise TypeError(f"{x!r} is no Point: it needs done() and wait(timeout)")
+
+
+def _yes() -> bool:
+    return True
+
+
+def _call(callback: Callable[[Point], Any], p: Point) -> None:
+    try:
+        callback(p)
+    except Exception as e:
+        _core.report(e)
+
+
+class _Watcher:
+    """One thread that looks at the Points with callbacks; it ends when there are none, and starts anew in a forked child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: list[tuple[Point, Callable[[Point], Any]]] = []
+        self._thread: threading.Thread | None = None
+        self._generation = _core.generation()
+
+    def watch(self, p: Point, callback: Callable[[Point], Any]) -> None:
+        if self._generation != _core.generation():  # the parent's lock may be held for ever here, and its Points are not ours
+            self.__init__()  # type: ignore[misc]
+        with self._lock:
+            self._items.append((p, callback))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="interop-points", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        pause = 0.0002
+        while True:
+            with self._lock:
+                if not self._items:
+                    self._thread = None
+                    return
+                items = list(self._items)
+            finished = [i for i in items if i[0].done()]
+            if finished:
+                with self._lock:
+                    self._items = [i for i in self._items if i not in finished]
+                for p, callback in finished:
+                    _call(callback, p)
+                pause = 0.0002
+            else:
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.005)
+
+
+_watcher = _Watcher()
+
+
+# ---- last write and last reads, which the core's ledger keeps by bytes ----
+def pending(tensor: Any, access: str) -> Point:
+    """What must be over before `tensor` is accessed so: reading waits for writes, writing for writes and reads."""
+    kinds = _core.WRITE_POINT if access == "read" else _core.WRITE_POINT | _core.READ_POINT
+    return all_of(p for _, _, p in prune(_core.ledger_find(*_core.byte_span(tensor), kinds)))
+
+
+def note(tensor: Any, access: str, p: Point) -> None:
+    """`p` is when the access to `tensor` ends. A write takes the place of what it was ordered after on the same bytes."""
+    if p.done() and p.error() is None:
+        return
+    space, lo, hi = _core.byte_span(tensor)
+    if access == "read":
+        prune(_core.ledger_find(space, lo, hi, _core.READ_POINT))
+        _core.ledger_add(space, lo, hi, _core.READ_POINT, p)
+    else:
+        prune(_core.ledger_find(space, lo, hi, _core.READ_POINT | _core.WRITE_POINT))
+        _core.ledger_add(space, lo, hi, _core.WRITE_POINT, p)
+
+
+def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
+    """Strike out entries whose Point is done and did not fail, or whose failure has been overwritten; the others."""
+    left = []
+    for entry in entries:
+        p = entry[2]
+        if p.done() and p.error() is None:
+            _core.ledger_remove(entry[0])
+        else:
+            left.append(entry)
+    return left
+
+
+def forget_writes(tensor: Any) -> None:
+    """Strike out failed writes on these bytes: a new write makes them good."""
+    for id, _, p in _core.ledger_find(*_core.byte_span(tensor), _core.WRITE_POINT | _core.READ_POINT):
+        if p.done():
+            _core.ledger_remove(id)
+
+
+def make_ready(entries: list[tuple[int, Any]], device: Any, stream: Any) -> None:
+    """Called by the core when memory with pending writes leaves: ordered on `stream` where that works, else the host waits."""
+    if stream is not None and isinstance(stream, int) and stream == -1:
+        return
+    for id, p in entries:
+        if p.done():
+            error = p.error()
+            if error is not None:
+                raise ExchangeError(f"the last write to this memory failed: {error!r}", "write it again") from error
+        elif stream is None or not p.stream_wait(stream):
+            try:
+                p.wait(HOST_TIMEOUT)
+            except TimeoutError:
+                raise TimeoutError(f"the last write to this memory on {device} was not finished within {HOST_TIMEOUT} s") from None
+            except Exception as e:
+                raise ExchangeError(f"the last write to this memory failed: {e!r}", "write it again") from e
+        if p.done() and p.error() is None:
+            _core.ledger_remove(id)

@@ -1,0 +1,238 @@
+"""Copies: the one visible way between memories that cannot be shared, and the staging of maps. Knows leases' bytes, not leases."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from . import _core, points, routing
+from .contract import Mapped
+from .errors import ExchangeError, LeaseError
+from .points import READY, Point
+from .registry import adapter_of
+
+#: Below this many bytes a second thread costs more than it brings (measured: `python -m interop bench copyto`).
+PARALLEL_FROM = 8 << 20
+_pool: ThreadPoolExecutor | None = None
+_pool_generation = 0
+
+
+def copyto(dst: Any, src: Any, /, *, stream: Any = None, progress: Callable[[int, int], Any] | None = None) -> Point:
+    """Copy the elements of `src` into `dst`: same shape and dtype, any strides, any two memories that an adapter or the host connects.
+
+    Args:
+        dst: written in place; anything that `as_tensor` takes, not read-only.
+        src: the source. Overlap with `dst` is fine on the host.
+        stream: the queue or stream to copy on, where a device is involved.
+        progress: called as ``progress(bytes_done, bytes_in_all)`` on this thread, for host copies of several blocks.
+
+    Returns the Point at which the copy is complete; host copies are complete when this returns.
+
+    Raises:
+        ValueError: shapes or dtypes differ. ExchangeError: read-only destination, or nobody can copy between the two. LeaseError.
+    """
+    with _core.own_lease():
+        to, source = _core.as_tensor(dst, copy=False), _core.as_tensor(src)
+    if to.shape != source.shape:
+        raise ValueError(f"shape {source.shape} does not fit into {to.shape}: copyto does not broadcast")
+    if to.dtype != source.dtype or to.padded != source.padded:
+        raise ValueError(f"dtype {source.dtype} is not {to.dtype}: copyto moves bytes and converts nothing")
+    if to.readonly:
+        raise ExchangeError("the destination is read-only", "copy into memory that may be written")
+    for t in (to, source):
+        t.allocation.check()
+    _no_lease(to, _core.WRITE_LEASE | _core.READ_LEASE)
+    _no_lease(source, _core.WRITE_LEASE)
+    if not to.size:
+        return READY
+    return _copy(to, source, stream, progress)
+
+
+def _no_lease(t: Any, kinds: int) -> None:
+    for _, _, hold in _core.ledger_find(*_core.byte_span(t), kinds):
+        raise LeaseError(f"{hold} forbids this copy", "release it first")
+
+
+def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any] | None) -> Point:
+    """Ordered after what is pending on both, noted on both."""
+    before = points.all_of([points.pending(to, "write"), points.pending(source, "read")])
+    if _core.is_host(to) and _core.is_host(source):
+        before.wait(points.HOST_TIMEOUT)
+        points.forget_writes(to)
+        with _core.own_lease():
+            host_copy(to, source, progress)
+        return READY
+    done = _device_copy(to, source, stream, before)
+    points.forget_writes(to)
+    points.note(to, "write", done)
+    points.note(source, "read", done)
+    return done
+
+
+def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
+    for t in (to, source):
+        adapter = t.allocation.adapter or adapter_of(t.device)
+        if adapter is None or not adapter.can("copy"):
+            continue
+        if not before.done() and not (adapter.can("wait") and adapter.wait(t.allocation.context, stream, before)):
+            before.wait(points.HOST_TIMEOUT)
+        done = adapter.copy(to, source, stream)
+        if done is not NotImplemented:
+            return points.as_point(done)
+    # no queue of anybody's joins the two: map whichever side can be mapped
+    before.wait(points.HOST_TIMEOUT)
+    ends: list[Callable[[Point], Any]] = []
+    views = []
+    for t, access in ((to, "write"), (source, "read")):
+        if _core.is_host(t):
+            views.append(t)
+            continue
+        adapter = t.allocation.adapter or adapter_of(t.device)
+        mapped = _mapped(adapter, t, access) if adapter is not None and adapter.can("map") else None
+        if mapped is None:
+            raise ExchangeError(f"nobody copies between {source.device} and {to.device}: no adapter of the two has copy or map",
+                                "copy with the frameworks that own the memory")
+        views.append(mapped[0])
+        ends.append(mapped[1])
+    try:
+        with _core.own_lease():
+            host_copy(views[0], views[1], None)
+    finally:
+        views.clear()
+        for end in ends:
+            end(READY)
+    return READY
+
+
+def move(t: Any, place: Any) -> Any:
+    """A copy of `t` in the memory of `place` (a Device or a Context). Called by the core, which has told the copy guards."""
+    from .memory import empty
+
+    out = empty(t.shape, t.dtype, device=place)
+    _copy(out, t, None, None).wait(points.HOST_TIMEOUT)
+    return out
+
+
+# ---- host to host ----
+def host_copy(to: Any, source: Any, progress: Callable[[int, int], Any] | None) -> None:
+    """Element by element whatever the strides; large ones in blocks, on as many threads as help."""
+    a, b = _core.raw_view(to), _core.raw_view(source)
+    if a.nbytes < PARALLEL_FROM or np.may_share_memory(a, b):
+        np.copyto(a, b)
+        if progress is not None:
+            progress(a.nbytes, a.nbytes)
+        return
+    blocks = _blocks(a, b)
+    total = a.nbytes
+    if progress is None:
+        list(_threads().map(lambda pair: np.copyto(*pair), blocks))
+        return
+    done = 0
+    for pair, _ in zip(blocks, _threads().map(lambda pair: np.copyto(*pair), blocks), strict=True):
+        done += pair[0].nbytes
+        progress(done, total)
+
+
+def _blocks(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+    # Along the dimension in which the destination steps farthest: each thread writes memory of its own.
+    axis = max((i for i in range(a.ndim) if a.shape[i] > 1), key=lambda i: abs(a.strides[i]))
+    parts = min(a.shape[axis], max(2, -(-a.nbytes // (4 << 20))))
+    edges = [a.shape[axis] * i // parts for i in range(parts + 1)]
+    cut: tuple[Any, ...] = (slice(None),) * axis
+    return [(a[(*cut, slice(lo, hi))], b[(*cut, slice(lo, hi))]) for lo, hi in zip(edges, edges[1:], strict=False)]
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool, _pool_generation
+    if _pool is None or _pool_generation != _core.generation():     # a forked child has none of the threads
+        _pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), thread_name_prefix="interop-copy")
+        _pool_generation = _core.generation()
+    return _pool
+
+
+# ---- maps ----
+def map_in_place(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Point], Any]] | None:
+    """A host Tensor over the mapped bytes of `t`, and what ends the access; None where views could dangle: then stage.
+
+    The pages stay mapped until the last view is gone. That takes an API that can flush without unmapping, or whose pages outlive the
+    unmap; of any other the bytes are staged.
+    """
+    mapped = adapter.map(t.allocation, access)
+    if not isinstance(mapped, Mapped):
+        raise TypeError(f"adapter {adapter.name}: map returned {type(mapped).__name__}, not contract.Mapped")
+    if mapped.flush is None and not mapped.outlives_unmap:
+        mapped.unmap()
+        return None
+    pages = _core.Allocation(mapped.address, t.allocation.nbytes, (1, 0), owner=t.allocation, root=t.allocation, root_offset=0,
+                             on_release=None if mapped.outlives_unmap else mapped.unmap, readonly=access == "read")
+    view = _view_of(pages, t, access)
+    space, lo, hi = _core.byte_span(t)
+    first = lo - t.allocation.span()[1]
+
+    def end(point: Point) -> None:
+        point.wait(points.HOST_TIMEOUT)
+        if access != "read" and mapped.flush is not None:
+            mapped.flush(first, hi - lo)
+        if mapped.outlives_unmap:
+            mapped.unmap()
+
+    if mapped.invalidate is not None and access != "write":
+        mapped.invalidate(first, hi - lo)
+    return view, end
+
+
+def _mapped(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Point], Any]]:
+    # For a copy that ends before the map does: any map will do.
+    mapped = adapter.map(t.allocation, access)
+    pages = _core.Allocation(mapped.address, t.allocation.nbytes, (1, 0), owner=t.allocation, root=t.allocation, readonly=access == "read")
+    space, lo, hi = _core.byte_span(t)
+    first = lo - t.allocation.span()[1]
+    if mapped.invalidate is not None and access != "write":
+        mapped.invalidate(first, hi - lo)
+
+    def end(point: Point) -> None:
+        if access != "read" and mapped.flush is not None:
+            mapped.flush(first, hi - lo)
+        mapped.unmap()
+
+    return _view_of(pages, t, access), end
+
+
+def _view_of(pages: Any, t: Any, access: str) -> Any:
+    return pages.tensor(t.shape, t.dtype, strides=t.strides, byte_offset=_core.offset_in(t), readonly=access == "read")
+
+
+# ---- staging ----
+def stage(t: Any, *, fetch: bool, target: str) -> Any:
+    """A compact host Tensor for the elements of `t`; with `fetch` it holds them, and only them are moved."""
+    routing.note_copy(str(t.device), target, t.nbytes if fetch else 0, f"the host cannot reach memory on {t.device} in place",
+                      "allocate it where both can: interop.empty(..., shared_with=[...])")
+    out = _core.host_tensor(t.shape, t.dtype, t.padded)
+    if fetch and t.size:
+        _copy_unleased(out, t)
+    return out
+
+
+def write_back(t: Any, staging: Any, point: Point) -> Point:
+    """What was written to the staging memory goes to `t`, once, when `point` is reached."""
+    point.wait(points.HOST_TIMEOUT)
+    if not t.size:
+        return READY
+    routing.note_copy("staging", str(t.device), t.nbytes, "the lease wrote to a staged copy", "allocate it where both can reach it")
+    done = _copy_unleased(t, staging)
+    done.wait(points.HOST_TIMEOUT)
+    return done
+
+
+def _copy_unleased(to: Any, source: Any) -> Point:
+    if _core.is_host(to) and _core.is_host(source):
+        with _core.own_lease():
+            host_copy(to, source, None)
+        return READY
+    done = _device_copy(to, source, None, READY)
+    done.wait(points.HOST_TIMEOUT)
+    return done
