@@ -33,13 +33,14 @@ class JaxAdapter(Adapter):
 
     def from_tensor(self, t: Tensor, *, place: Any = None, stream: Any = None) -> Any:
         """A jax.Array over `t`; ExchangeError rather than jax's silent copy or its conversion of 64-bit types."""
-        if t.__dlpack_device__()[0] == _CPU:
-            if self._direct is None:
-                self._direct, self._cpu = _find_direct()
-            if self._direct:
-                x = self._direct(t.__dlpack__(), self._cpu, None, False, 1)
-                if x.unsafe_buffer_pointer() == t.ptr or not t.size:
-                    return x
+        direct = self._direct
+        if direct is None:
+            direct, self._cpu = _find_direct()
+            self._direct = direct
+        if direct and t.__dlpack_device__()[0] == _CPU:
+            x = direct(t.__dlpack__(), self._cpu, None, False, _CPU)
+            if x.unsafe_buffer_pointer() == t.ptr or not t.size:
+                return x
         return self._public(t)
 
     def _public(self, t: Tensor) -> Any:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
 _by_device: dict[str, Any] = {}
-_SHIPPED = ("torch", "jax", "cupy")
+_SHIPPED = ("torch", "jax", "cupy", "cuda")
 _READS = ("adapter", "dlpack", "buffer", "table")
 _entry_points_loaded = False
 

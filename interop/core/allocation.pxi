@@ -12,18 +12,19 @@ cdef extern from *:
     /* Objects that cannot be released where they are: pushed from any thread, with or without the GIL, never blocking. */
     typedef struct interop_node { struct interop_node *next; PyObject *object; } interop_node;
     static interop_node *interop_retired = NULL;
-    static int interop_drain_call(void *);
+    static int (*interop_drain_call)(void *) = NULL;     /* set below */
     static void interop_retire(PyObject *o) {
         interop_node *n = (interop_node *)malloc(sizeof *n);
         if (!n) return;                                  /* leaks one reference rather than run code here */
         n->object = o;
         n->next = __atomic_load_n(&interop_retired, __ATOMIC_RELAXED);
         while (!__atomic_compare_exchange_n(&interop_retired, &n->next, n, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
-        if (Py_IsInitialized() && !interop_finalizing()) Py_AddPendingCall(interop_drain_call, NULL);
+        if (interop_drain_call && Py_IsInitialized() && !interop_finalizing()) Py_AddPendingCall(interop_drain_call, NULL);
     }
     static interop_node *interop_take_retired(void) { return __atomic_exchange_n(&interop_retired, NULL, __ATOMIC_ACQUIRE); }
     """
     unsigned int interop_generation
+    int (*interop_drain_call)(void*) noexcept
     void interop_watch_fork()
     ctypedef struct interop_node:
         interop_node* next
@@ -34,7 +35,7 @@ cdef extern from *:
 interop_watch_fork()
 
 
-cdef public int interop_drain_call(void* unused) noexcept:
+cdef int drain_call(void* unused) noexcept:
     # A pending call of the interpreter, on its main thread.
     try:
         drain()
@@ -54,6 +55,9 @@ cdef _report(e):
 
 
 from types import SimpleNamespace as _SimpleNamespace
+
+
+interop_drain_call = drain_call
 
 
 cdef object _Unraisable(exc_type, exc_value, exc_traceback, err_msg, object):

@@ -411,7 +411,9 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
         # Who never writes, or was promised for, need not be told by a flag that its own import may not know
         if t.flags & DL_READ_ONLY and (not g.writable or not g.holds_readonly):
             t = relabelled(t, 0)
-        return g.adapter.from_tensor(t, place=g.native_place, stream=stream)
+        if g.native_place is None and stream is None:
+            return g.make(t)
+        return g.make(t, place=g.native_place, stream=stream)
     if promised:
         try:
             return g.call(t)

@@ -42,6 +42,7 @@ cdef class Target:
     cdef DLPackExchangeAPI* table
     cdef object adapter          # contract.Adapter, for TO_TABLE too
     cdef object call
+    cdef object make             # adapter.from_tensor, bound once
     cdef Device place            # a place target: crossing to it has been asked for
     cdef object native_place     # the framework's own object for it
     # what it can hold (contract.Limits)
@@ -57,6 +58,7 @@ cdef class Target:
         self.kind = kind
         self.adapter = adapter
         self.call = call
+        self.make = None if adapter is None else adapter.from_tensor
         self.place = place
         self.native_place = native_place
         self.holds_readonly = self.writable = self.negative = self.strided = True
