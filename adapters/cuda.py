@@ -55,7 +55,7 @@ class Driver:
                 # a legacy stream cannot be asked while another one captures globally; that question's error is the answer
                 error, status, *_ = cuda.cuStreamIsCapturing(stream)
                 if int(error) or int(status):
-                    raise ExchangeError(f"stream {stream:#x} is being captured into a graph: memory from stream {first:#x} cannot be ordered there",
+                    raise ExchangeError(f"stream {stream:#x} is being captured: work of stream {first:#x} cannot be ordered in a graph",
                                         "use the same stream on both sides, or pass stream=-1 and order it yourself")
             event = self._check(cuda.cuEventCreate(cuda.CUevent_flags.CU_EVENT_DISABLE_TIMING))
             try:

@@ -1,4 +1,4 @@
-"""JAX. Arrays are immutable: read-only on every path. On the CPU they are read through the buffer protocol, which waits until they are ready.
+"""JAX. Arrays are immutable: read-only on every path. On the CPU they are read through the buffer protocol, which waits for them.
 
 jax's own from_dlpack spends most of its time in Python around one jaxlib function. That function is called directly where this jaxlib has
 it and its result is what was asked for; the public way stands behind it.

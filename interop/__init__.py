@@ -13,7 +13,7 @@ except ModuleNotFoundError as e:
         raise
     raise ImportError("interop is not built: run `make demo` in its checkout, or `pip install -e .`") from None
 
-from . import leases, memory, native, points, registry, routing, shutdown, transfer
+from . import leases, memory, native, points, registry, shutdown, transfer
 from ._core import Allocation, Device, DType, Tensor, as_tensor, from_dlpack, kind, to
 from .decorators import accepts
 from .errors import DeviceLostError, ExchangeError, LeaseError

@@ -16,8 +16,7 @@ from .points import Point, point
 from .registry import register
 
 if TYPE_CHECKING:
-    from . import Allocation, Device, Tensor
-    from .memory import ExternalHandle
+    from . import Device, Tensor
 
 __all__ = ["Adapter", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include", "point", "register"]
 
@@ -196,7 +195,7 @@ class Adapter:
 
 
 def get_include() -> str:
-    """The folder of ``interop_native.h``, for C and C++ authors: ``-I$(python -c 'from interop.contract import get_include as g; print(g())')``."""
+    """The folder of ``interop_native.h``, for C and C++ authors: the path that belongs behind ``-I``."""
     import os
 
     return os.path.join(os.path.dirname(__file__), "include")

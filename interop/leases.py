@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +41,6 @@ class Lease:
     """Access to memory until `release`. A context manager, also an asynchronous one, whose target is `value`.
 
     Attributes:
-        value: what the target's framework uses: an array over the bytes, or a staged copy of them.
         access: ``"read"``, ``"write"`` or ``"read_write"``.
         after: the Point that must be reached before the bytes are used by a queue that you drive yourself; for host values it was
             waited for already.
@@ -48,21 +48,45 @@ class Lease:
         staged: whether `value` is a copy that `release` writes back.
     """
 
-    __slots__ = ("__weakref__", "_adapter", "_end", "_entry", "_lock", "_place", "_stream", "_view", "access", "after", "released",
-                 "staged", "tensor", "value")
+    __slots__ = ("__weakref__", "_adapter", "_end", "_entry", "_lock", "_make", "_place", "_stream", "_timeout", "_value", "access",
+                 "after", "released", "staged", "tensor")
 
-    def __init__(self, tensor: Any, access: str, entry: int, after: Point) -> None:
+    def __init__(self, tensor: Any, access: str) -> None:
         """Made by `acquire` and ``Tensor.map``."""
-        self.tensor, self.access, self._entry, self.after = tensor, access, entry, after
-        self.value: Any = None
+        self.tensor, self.access, self.after = tensor, access, READY
         self.staged = False
         self.released: Point | None = None
-        self._view: Any = None
-        self._end: Any = None
+        self._entry = 0
+        self._value: Any = None
+        self._make: Callable[[], Any] | None = None     # what still has to be done for the value; may block
+        self._end: Callable[[Point], Any] | None = None
         self._adapter: Any = None
         self._place: Any = None
         self._stream: Any = None
-        self._lock = threading.Lock()
+        self._timeout: tuple[float, Callable[[], None]] | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def value(self) -> Any:
+        """What the target's framework uses: an array over the bytes, or a staged copy of them. Waits, the first time, for `after`.
+
+        After `release` it is still there, stale perhaps and never dangling.
+        """
+        if self._make is not None:
+            with self._lock:
+                make, self._make = self._make, None
+                if make is not None:
+                    try:
+                        self._value = make()
+                    except BaseException:
+                        self._abandon()
+                        raise
+        return self._value
+
+    def _abandon(self) -> None:
+        # Nothing was handed out: nothing to write back, nothing to order
+        self.released, self._end, self._make = READY, None, None
+        _core.ledger_remove(self._entry)
 
     def release(self, point: Any = None) -> Point:
         """End the access and say when it is over.
@@ -76,9 +100,12 @@ class Lease:
         with self._lock:
             if self.released is not None:
                 return self.released
-            return self._finish(point, failed=None)
+            if self._make is not None:
+                self._abandon()      # never looked at
+                return READY
+            return self._finish(point)
 
-    def _finish(self, point: Any, failed: BaseException | None) -> Point:
+    def _finish(self, point: Any) -> Point:
         end: Point = READY
         try:
             end = points.as_point(point)
@@ -96,8 +123,6 @@ class Lease:
                 points.forget_writes(self.tensor)
             points.note(self.tensor, self.access, end)
             _core.ledger_remove(self._entry)
-            if self.staged or self._view is not None:
-                self._view = None
         return end
 
     def __enter__(self) -> Any:
@@ -117,8 +142,35 @@ class Lease:
             error.add_note(f"interop: releasing the lease failed too: {e!r}")
 
     async def __aenter__(self) -> Any:
-        """The value."""
+        """The value; the event loop goes on while it is waited for."""
+        if self._timeout is not None:
+            await self._enter_later()
+        if self._make is not None:
+            try:
+                await self.after
+            except asyncio.CancelledError:
+                self.release()
+                raise
+            except Exception as e:
+                if self.access != "write":
+                    self._abandon()
+                    raise _failed_write(e) from e
+            await asyncio.to_thread(lambda: self.value)
         return self.__enter__()
+
+    async def _enter_later(self) -> None:
+        seconds, enter = self._timeout or (0.0, lambda: None)
+        self._timeout = None
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                enter()
+                return
+            except LeaseError:
+                if time.monotonic() >= end:
+                    self.released = READY
+                    raise
+            await asyncio.sleep(0.002)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Release off the event loop where write-back takes time."""
@@ -140,10 +192,6 @@ class Lease:
         return f"Lease({self.access}, {self.tensor!r}, {state}{', staged' if self.staged else ''})"
 
 
-class Acquiring:
-    """What `acquire` gives: the lease itself, at once; awaited or used with ``async with``, one that does not block the event loop."""
-
-
 def conflict(hold: Any) -> None:
     """Raise for a lease that stands in the way."""
     raise LeaseError(f"{hold} forbids this access", "release it first, or wait for it with timeout=")
@@ -158,7 +206,11 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
         access: ``"read"``, ``"write"`` (the old contents are not fetched: fill it) or ``"read_write"``.
         copy: False refuses a staged copy, True forces one, None stages where the target cannot reach the memory.
         stream: of the target, on which the value will be used.
-        timeout: seconds to wait while another lease forbids this one; None raises at once.
+        timeout: seconds to wait while another lease forbids this one; None raises at once. Under a running event loop it is waited in
+            ``async with``, not here.
+
+    The bytes are leased, and refusals raised, before this returns; what takes time (pending work, fetching) happens when `Lease.value` is
+    first looked at, in ``with``, or without blocking the event loop in ``async with``.
 
     Raises:
         LeaseError: another lease forbids it; the holder is named.
@@ -171,19 +223,41 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
         t = _core.as_tensor(x)
     if t.readonly and access != "read":
         raise ExchangeError(f"read-only memory and access {access!r}", "acquire it for 'read'")
-    allocation = t.allocation
-    allocation.check()
-    entry = _enter(t, access, timeout)
-    lease = Lease(t, access, entry, READY)
-    try:
-        lease.after = points.pending(t, access)
-        _core.ledger_object(entry).lease = weakref.ref(lease)
-        _fill(lease, x, t, target, copy, stream)
-    except BaseException:
-        lease.released = READY      # nothing was handed out: there is nothing to write back
-        _core.ledger_remove(entry)
-        raise
-    return lease
+    t.allocation.check()
+    lease = Lease(t, access)
+
+    def enter() -> None:
+        _enter(lease, t, access)
+        try:
+            lease.after = points.pending(t, access)
+            _prepare(lease, t, target, copy, stream)
+        except BaseException:
+            lease._abandon()
+            raise
+
+    if timeout is not None and _in_event_loop():
+        lease._timeout = (timeout, enter)
+        try:
+            enter()
+            lease._timeout = None
+        except LeaseError:
+            if timeout <= 0:
+                raise
+            lease.released = None
+        return lease
+    end = None if timeout is None else time.monotonic() + timeout
+    pause = 0.0002
+    while True:
+        try:
+            enter()
+            return lease
+        except LeaseError:
+            if end is None or time.monotonic() >= end:
+                lease.released = READY
+                raise
+            lease.released = None
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.005)
 
 
 def map_tensor(t: Any, access: str, copy: bool | None, timeout: float | None) -> Lease:
@@ -191,52 +265,79 @@ def map_tensor(t: Any, access: str, copy: bool | None, timeout: float | None) ->
     return acquire(t, "numpy", access, copy=copy, timeout=timeout)
 
 
-def _enter(t: Any, access: str, timeout: float | None) -> int:
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _enter(lease: Lease, t: Any, access: str) -> None:
     space, lo, hi = _core.byte_span(t)
-    kind = _core.READ_LEASE if access == "read" else _core.WRITE_LEASE
     hold = _Hold(f"{t.dtype}{list(t.shape)} on {t.device}", access)
-    end = None if timeout is None else time.monotonic() + timeout
-    pause = 0.0002
+    against = _AGAINST[access] if hi > lo else 0
     while True:
-        entry = int(_core.ledger_add(space, lo, hi, kind, hold, _AGAINST[access] if hi > lo else 0))
+        entry = int(_core.ledger_add(space, lo, hi, _core.READ_LEASE if access == "read" else _core.WRITE_LEASE, hold, against))
         if entry:
-            return entry
-        if end is None or time.monotonic() >= end:
-            others = _core.ledger_find(space, lo, hi, _AGAINST[access])
-            if not others:
-                continue
+            lease._entry = entry
+            hold.lease = weakref.ref(lease)
+            return
+        others = _core.ledger_find(space, lo, hi, against)
+        if others:                  # else released between the two calls
             conflict(others[0][2])
-        time.sleep(pause)
-        pause = min(pause * 1.5, 0.005)
 
 
-def _fill(lease: Lease, x: Any, t: Any, target: Any, copy: bool | None, stream: Any) -> None:
-    """Give the lease its value: aliased where the target reaches the memory, else mapped, else staged."""
+def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) -> None:
+    """Decide how the target gets the memory: aliased where it reaches it, else mapped, else staged; raise what is refused."""
     read_only = lease.access == "read"
     adapter, place = context_of(target)
     if adapter is not None and _reaches(adapter, place, t):
-        # The target runs queues of its own over this very memory: order them, or leave `after` to whoever drives them
+        # The target drives queues of its own over this very memory: a stream that was named is made to wait, else `after` says it
         lease._adapter, lease._place, lease._stream = adapter, place, stream
-        if adapter.can("wait") and not lease.after.done():
-            adapter.wait(place, stream, lease.after)
-        lease.value = t if not read_only or t.readonly else _core.as_tensor(t, readonly=True)
+        if stream is not None and adapter.can("wait") and not lease.after.done() and not adapter.wait(place, stream, lease.after):
+            lease.after.wait(points.HOST_TIMEOUT)
+        lease._value = t if not read_only or t.readonly else _core.as_tensor(t, readonly=True)
         return
-    _wait_on_host(lease)
-    host = _core.is_host(t)
-    if host and copy is not True:
+    promise = True if read_only else None
+    if _core.is_host(t) and copy is not True:
         with _core.own_lease():
             try:
-                lease.value = _core.to(t, target, copy=False, readonly=True if read_only else None)
-                return
+                value = _core.to(t, target, copy=False, readonly=promise)
             except ExchangeError:
                 if copy is False:
                     raise
-    _stage(lease, t, target, copy, host)
+            else:
+                _hand_out(lease, lambda: value)
+                return
+    owner = None if _core.is_host(t) else t.allocation.adapter or adapter_of(t.device)
+    if owner is not None and owner.can("map") and copy is not True:
+        _hand_out(lease, lambda: _mapped(lease, owner, t, target, copy, promise), now=False)
+    elif copy is False:
+        raise ExchangeError(f"memory on {t.device} cannot be reached by {target!r} in place", "copy=None stages it through host memory")
+    else:
+        _hand_out(lease, lambda: _staged(lease, t, target, promise), now=False)
+
+
+def _hand_out(lease: Lease, make: Callable[[], Any], now: bool = True) -> None:
+    if now and lease.after.done() and lease.after.error() is None:
+        lease._value = make()
+        return
+
+    def waited() -> Any:
+        _wait_on_host(lease)
+        return make()
+
+    lease._make = waited
 
 
 def _reaches(adapter: Any, place: Any, t: Any) -> bool:
     allocation = t.allocation
     return allocation.adapter is adapter and (place is None or allocation.context is place or place == t.device)
+
+
+def _failed_write(e: BaseException) -> ExchangeError:
+    return ExchangeError(f"the last write to this memory failed: {e!r}", "write it again")
 
 
 def _wait_on_host(lease: Lease) -> None:
@@ -246,24 +347,31 @@ def _wait_on_host(lease: Lease) -> None:
         raise
     except Exception as e:
         if lease.access != "write":
-            raise ExchangeError(f"the last write to this memory failed: {e!r}", "write it again") from e
+            raise _failed_write(e) from e
 
 
-def _stage(lease: Lease, t: Any, target: Any, copy: bool | None, host: bool) -> None:
-    adapter = None if host else t.allocation.adapter or adapter_of(t.device)
-    if not host and copy is not True and adapter is not None and adapter.can("map"):
-        mapped = transfer.map_in_place(adapter, t, lease.access)
-        if mapped is not None:
-            view, lease._end = mapped
+def _mapped(lease: Lease, owner: Any, t: Any, target: Any, copy: bool | None, promise: bool | None) -> Any:
+    mapped = transfer.map_in_place(owner, t, lease.access)
+    if mapped is not None:
+        view, end = mapped
+        try:
             with _core.own_lease():
-                lease.value = _core.to(view, target, copy=False, readonly=True if lease.access == "read" else None)
-            return
+                value = _core.to(view, target, copy=False, readonly=promise)
+        except BaseException:
+            end(READY)
+            raise
+        lease._end = end
+        return value
     if copy is False:
-        raise ExchangeError(f"memory on {t.device} cannot be reached by {target!r} in place" if not host else
-                            f"{target!r} cannot use this memory in place", "copy=None stages it through host memory")
+        raise ExchangeError(f"a map of memory on {t.device} cannot outlive its unmap and copy=False forbids staging", "copy=None")
+    return _staged(lease, t, target, promise)
+
+
+def _staged(lease: Lease, t: Any, target: Any, promise: bool | None) -> Any:
     staging = transfer.stage(t, fetch=lease.access != "write", target=str(target))
     with _core.own_lease():
-        lease.value = _core.to(staging, target, copy=False, readonly=True if lease.access == "read" else None)
+        value = _core.to(staging, target, copy=False, readonly=promise)
     lease.staged = True
     if lease.access != "read":
         lease._end = lambda point: transfer.write_back(t, staging, point)
+    return value

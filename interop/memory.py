@@ -1,4 +1,4 @@
-"""Memory that crosses APIs and processes: Context, handles and who closes them, `wrap`, `empty`. Policy; the state is the core's Allocation.
+"""Memory that crosses APIs and processes: Context, handles and who closes them, `wrap`, `empty`. The state is the core's Allocation.
 
 Knows host memory and the contract; no framework and no driver by name.
 """
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .contract import Adapter, Importable
 
 PAGE = mmap.PAGESIZE
+_HOST_TRAITS = ("host_visible", "coherent", "cached")
 #: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE.
 KINDS: dict[str, tuple[str, str]] = {
     "opaque_fd": ("fd", "a successful import consumes it; else its holder closes it"),
@@ -339,7 +340,7 @@ def _wrap_memfd(h: ExternalHandle, nbytes: int, owner: Any, on_release: Any, rea
         raise ExchangeError("this memfd is sealed against writing", "readonly=True")
     pages = Pages(size, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), h.offset, readonly, fork=True)
     return Allocation(pages.address, nbytes, (1, 0), owner=pages if owner is None else _Both(pages, owner), on_release=on_release,
-                      readonly=readonly, alignment=PAGE if not h.offset % PAGE else 1, traits=("host_visible", "coherent", "cached", "shared"),
+                      readonly=readonly, alignment=PAGE if not h.offset % PAGE else 1, traits=_HOST_TRAITS,
                       exports=("memfd", "host") if owner is None else ("host",))
 
 
@@ -394,7 +395,7 @@ def wrap(handle: Any, nbytes: int, *, device: Any, owner: Any, on_release: Any =
     if value + nbytes > 2**64 and adapter is None:
         raise ValueError(f"{nbytes} bytes from {value:#x} run past the address space")
     a = Allocation(value, nbytes, place, owner=owner, on_release=on_release, context=context, adapter=adapter, readonly=readonly,
-                   traits=("host_visible", "coherent", "cached") if adapter is None else (), exports=("host",) if adapter is None else ())
+                   traits=_HOST_TRAITS if adapter is None else (), exports=("host",) if adapter is None else ())
     return context.adopt(a) if context is not None else a
 
 
@@ -424,8 +425,10 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
     if adapter is not None:
         if not adapter.can("allocate"):
             raise ExchangeError(f"adapter {adapter.name} allocates no memory", "wrap memory that its own API allocated")
-        allocation: Allocation = adapter.allocate(nbytes, place=where, alignment=alignment or 1, shared_with=tuple(parties)) if nbytes else \
-            Allocation(0, 0, where if isinstance(where, Device) else where.device, adapter=adapter)
+        if nbytes:
+            allocation: Allocation = adapter.allocate(nbytes, place=where, alignment=alignment or 1, shared_with=tuple(parties))
+        else:                       # no driver is asked for nothing: OpenCL and Vulkan forbid empty buffers
+            allocation = Allocation(0, 0, where if isinstance(where, Device) else where.device, adapter=adapter)
         return allocation.tensor(extents, kind)
     needed, whole_pages, imported = max(alignment or 1, _core.HOST_ALIGNMENT), False, False
     for party in parties:
@@ -444,7 +447,7 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
     size = max(PAGE, -(-nbytes // PAGE) * PAGE)
     fd = _memfd(size) if "process" in parties else None
     pages = Pages(size, fd, 0, False, fork=not imported)
-    a = Allocation(pages.address, size, (1, 0), owner=pages, alignment=PAGE, traits=("host_visible", "coherent", "cached"),
+    a = Allocation(pages.address, size, (1, 0), owner=pages, alignment=PAGE, traits=_HOST_TRAITS,
                    exports=("memfd", "host") if fd is not None else ("host",))
     return a.tensor(extents, kind)
 
@@ -463,7 +466,7 @@ def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:
         (good if ok else bad).append(name)
     if bad:
         raise ExchangeError(f"memory on {device or 'cpu'} cannot be shared with {', '.join(bad)}",
-                            f"of the parties named, {', '.join(good)} could share it" if good else "leave them out, and copy: interop.copyto")
+                            f"of those named, {', '.join(good)} could share it" if good else "leave them out, and copy: interop.copyto")
 
 
 def adapter_named_by(t: Tensor) -> Any:

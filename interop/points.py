@@ -6,6 +6,7 @@ Knows no framework and no adapter by name: an adapter is asked through its contr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -26,7 +27,7 @@ class Point:
     Subclasses give `_poll` and, where waiting beats polling, `_block`. Everything else follows. A Point belongs to no thread.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_keep")
 
     def _poll(self) -> bool:
         raise TypeError(f"{type(self).__qualname__} is a Point and lacks _poll()")
@@ -76,7 +77,7 @@ class Point:
         return self._poll()
 
     def add_done_callback(self, callback: Callable[[Point], Any]) -> None:
-        """Call ``callback(self)`` once, when done: at once where it is, else from a thread of interop's. Errors in it are reported, not raised."""
+        """Call ``callback(self)`` once, when done: at once where it is, else from a thread of interop's. Its errors are reported."""
         if self._poll():
             _call(callback, self)
         else:
@@ -89,10 +90,8 @@ class Point:
             future: asyncio.Future[None] = loop.create_future()
 
             def wake(_: Point) -> None:
-                try:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
                     loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
-                except RuntimeError:  # the loop was closed meanwhile: nobody waits any more
-                    pass
 
             self.add_done_callback(wake)
             yield from future
@@ -138,7 +137,8 @@ class Foreign(Point):
 
     __slots__ = ("_done", "_error", "_finished", "_native", "_stream_wait", "_wait_function")
 
-    def __init__(self, done: Callable[[], bool], wait: Callable[..., Any] | None, native: Any, stream_wait: Callable[[Any], bool] | None) -> None:
+    def __init__(self, done: Callable[[], bool], wait: Callable[..., Any] | None, native: Any,
+                 stream_wait: Callable[[Any], bool] | None) -> None:
         """Use `point`."""
         self._done = done
         self._wait_function = wait
@@ -347,6 +347,7 @@ def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
     for entry in entries:
         p = entry[2]
         if p.done() and p.error() is None:
+            p._keep = None
             _core.ledger_remove(entry[0])
         else:
             left.append(entry)
@@ -358,6 +359,12 @@ def forget_writes(tensor: Any) -> None:
     for id, _, p in _core.ledger_find(*_core.byte_span(tensor), _core.WRITE_POINT | _core.READ_POINT):
         if p.done():
             _core.ledger_remove(id)
+
+
+def keep_until(p: Point, *memory: Any) -> None:
+    """Hold what the queued work uses until `p` is seen to be done; the ledger holds `p` meanwhile."""
+    if not p.done():
+        p._keep = memory
 
 
 def make_ready(entries: list[tuple[int, Any]], device: Any, stream: Any) -> None:

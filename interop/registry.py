@@ -175,7 +175,7 @@ def _resolve_type(cls: type) -> Any:
     root = sys.modules.get(cls.__module__.partition(".")[0])
     if root is not None and hasattr(root, "from_dlpack"):
         return _core.make_target(root.__name__, "call", call=root.from_dlpack)
-    raise TypeError(f"{cls.__module__}.{cls.__qualname__} is no target: it has no from_dlpack, nor has its package, and no adapter knows it")
+    raise TypeError(f"{cls.__module__}.{cls.__qualname__} is no target: neither it nor its package has from_dlpack, no adapter knows it")
 
 
 def _target(adapter: Any, place: Any = None, native_place: Any = None) -> Any:

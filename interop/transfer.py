@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,16 +46,29 @@ def copyto(dst: Any, src: Any, /, *, stream: Any = None, progress: Callable[[int
         raise ExchangeError("the destination is read-only", "copy into memory that may be written")
     for t in (to, source):
         t.allocation.check()
-    _no_lease(to, _core.WRITE_LEASE | _core.READ_LEASE)
-    _no_lease(source, _core.WRITE_LEASE)
     if not to.size:
         return READY
-    return _copy(to, source, stream, progress)
+    reading = _hold(source, _core.READ_LEASE, _core.WRITE_LEASE, 0)
+    try:
+        writing = _hold(to, _core.WRITE_LEASE, _core.WRITE_LEASE | _core.READ_LEASE, reading)
+        try:
+            return _copy(to, source, stream, progress)
+        finally:
+            _core.ledger_remove(writing)
+    finally:
+        _core.ledger_remove(reading)
 
 
-def _no_lease(t: Any, kinds: int) -> None:
-    for _, _, hold in _core.ledger_find(*_core.byte_span(t), kinds):
-        raise LeaseError(f"{hold} forbids this copy", "release it first")
+def _hold(t: Any, kind: int, against: int, own: int) -> int:
+    """Lease the bytes for the time of the call; `own` is the entry of the other side, which may overlap."""
+    space, lo, hi = _core.byte_span(t)
+    while True:
+        entry = int(_core.ledger_add(space, lo, hi, kind, f"a copy of {t!r}", against, own))
+        if entry:
+            return entry
+        for id, _, hold in _core.ledger_find(space, lo, hi, against):
+            if id != own:
+                raise LeaseError(f"{hold} forbids this copy", "release it first")
 
 
 def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any] | None) -> Point:
@@ -70,6 +84,8 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
     points.forget_writes(to)
     points.note(to, "write", done)
     points.note(source, "read", done)
+    # An Allocation waits for its Points before it frees; memory of others has nobody to wait
+    points.keep_until(done, *[t for t in (to, source) if not _core.has_allocation(t)])
     return done
 
 
@@ -143,7 +159,7 @@ def _blocks(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> list[tuple[np.n
     parts = min(a.shape[axis], max(2, -(-a.nbytes // (4 << 20))))
     edges = [a.shape[axis] * i // parts for i in range(parts + 1)]
     cut: tuple[Any, ...] = (slice(None),) * axis
-    return [(a[(*cut, slice(lo, hi))], b[(*cut, slice(lo, hi))]) for lo, hi in zip(edges, edges[1:], strict=False)]
+    return [(a[(*cut, slice(lo, hi))], b[(*cut, slice(lo, hi))]) for lo, hi in itertools.pairwise(edges)]
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -170,7 +186,7 @@ def map_in_place(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Poin
     pages = _core.Allocation(mapped.address, t.allocation.nbytes, (1, 0), owner=t.allocation, root=t.allocation, root_offset=0,
                              on_release=None if mapped.outlives_unmap else mapped.unmap, readonly=access == "read")
     view = _view_of(pages, t, access)
-    space, lo, hi = _core.byte_span(t)
+    _, lo, hi = _core.byte_span(t)
     first = lo - t.allocation.span()[1]
 
     def end(point: Point) -> None:
@@ -189,7 +205,7 @@ def _mapped(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Point], A
     # For a copy that ends before the map does: any map will do.
     mapped = adapter.map(t.allocation, access)
     pages = _core.Allocation(mapped.address, t.allocation.nbytes, (1, 0), owner=t.allocation, root=t.allocation, readonly=access == "read")
-    space, lo, hi = _core.byte_span(t)
+    _, lo, hi = _core.byte_span(t)
     first = lo - t.allocation.span()[1]
     if mapped.invalidate is not None and access != "write":
         mapped.invalidate(first, hi - lo)

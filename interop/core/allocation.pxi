@@ -121,8 +121,9 @@ def ledger_find(uint64_t space, int64_t lo, int64_t hi, int kinds):
             if _entries[i].kind & kinds and overlaps(&_entries[i], space, lo, hi)]
 
 
-def ledger_add(uint64_t space, int64_t lo, int64_t hi, int kind, object, int against=0):
-    """Enter a use of bytes and return its id; 0, and nothing is entered, where an entry of the kinds `against` touches them.
+def ledger_add(uint64_t space, int64_t lo, int64_t hi, int kind, object, int against=0, uint64_t own=0):
+    """Enter a use of bytes and return its id; 0, and nothing is entered, where an entry of the kinds `against` touches them,
+    other than `own`.
 
     One step, so that of two threads that want the same bytes one gets them.
     """
@@ -132,7 +133,7 @@ def ledger_add(uint64_t space, int64_t lo, int64_t hi, int kind, object, int aga
     cdef Entry* e
     if against:
         for i in range(_n_entries):
-            if _entries[i].kind & against and overlaps(&_entries[i], space, lo, hi):
+            if _entries[i].kind & against and _entries[i].id != own and overlaps(&_entries[i], space, lo, hi):
                 return 0
     if _n_entries == _room:
         grown = <Entry*>realloc(_entries, <size_t>(2 * _room + 8) * sizeof(Entry))
@@ -315,6 +316,7 @@ cdef class Allocation:
     cdef int64_t origin
     cdef Py_ssize_t lent                 # exports that are alive
     cdef bint closed
+    cdef bint owns_space         # the serial number is its own, not its root's
     cdef unsigned int generation
     cdef object __weakref__
 
@@ -346,6 +348,7 @@ cdef class Allocation:
             self.origin = <int64_t>value
         else:
             self.space = _next_space
+            self.owns_space = True
             _next_space += 1
 
     @property
@@ -440,9 +443,8 @@ cdef release_allocation(Allocation a, bint now):
     a.closed = True
     if a.generation != interop_generation:
         return                   # the parent's: releasing it here would be its second release
-    pending = []
-    if a.space:
-        pending = [p for _, _, p in ledger_find(a.space, -2**63, 2**63 - 1, READ_POINT | WRITE_POINT) if not p.done()]
+    pending = [p for _, _, p in ledger_find(a.space, a.origin, a.origin + a.nbytes, READ_POINT | WRITE_POINT) if not p.done()]
+    if a.owns_space:
         from_space(a.space)
     imports = list(a.imports.values())
     a.imports.clear()
@@ -452,6 +454,8 @@ cdef release_allocation(Allocation a, bint now):
     a.owner = None
     if pending:
         _later.append(work)
+        for p in pending:        # whichever is last runs it; a look at the others costs little
+            p.add_done_callback(_release_later)
     elif interop_foreign_thread:
         # a thread that Python does not know: no callback of the user's runs here
         Py_INCREF(work)
@@ -492,6 +496,10 @@ class _Release:
 
 
 cdef list _later = []            # releases that wait for queued work
+
+
+def _release_later(point):
+    release_ready()
 
 
 def release_ready():
@@ -680,6 +688,16 @@ cdef object allocation_of(Tensor t):
 def is_host(Tensor t not None):
     """Whether the host can read its memory where it is."""
     return host_accessible(t.dl.device.device_type)
+
+
+def has_allocation(Tensor t not None):
+    """Whether an Allocation of interop's keeps the memory, rather than somebody else's object."""
+    return t.alloc != NULL
+
+
+def in_context(Tensor t not None, context):
+    """Whether the memory is valid in this very Context."""
+    return t.alloc != NULL and (<Allocation>t.alloc).context is context
 
 
 def offset_in(Tensor t not None):

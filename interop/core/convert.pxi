@@ -258,7 +258,7 @@ cdef int obstacle(Target g, DLTensor* t, uint64_t flags, bint promised) except -
         return IS_STRIDED
     if addressable(t.device.device_type) and not is_empty(t.ndim, t.shape):
         seen = <int64_t>((<uintptr_t>t.data + t.byte_offset) & 0xffff)
-        if seen % g.alignment or (seen & (component_bytes(t.dtype) - 1) and g.kind != TO_NUMPY):
+        if seen & (g.alignment - 1) or (seen & (component_bytes(t.dtype) - 1) and g.kind != TO_NUMPY):
             return IS_UNALIGNED
     return CLEAR
 
@@ -475,7 +475,8 @@ cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, 
     cdef Source s
     if g.place is not None and device is not None and g.place != wanted:
         raise ValueError(f"target {g.name} is on {g.place} and device={str(wanted)!r}")
-    if copy is not True and r.exact and r.framework is g.name and stream is None and is_there(x, r, g, wanted, readonly):
+    if copy is not True and r.exact and r.framework is g.name and stream is None and \
+            (g.kind != TO_TENSOR or g.native_place is None) and is_there(x, r, g, wanted, readonly):
         return x
     if wanted is None:
         return convert(x, r, g, copy, readonly, stream)
@@ -484,7 +485,8 @@ cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, 
     else:
         t = read_crossing(x, r, g, wanted, copy, stream)
     use(&s, t)
-    if same_memory(t.dl.device, wanted.dl):
+    if same_memory(t.dl.device, wanted.dl) and (g.kind != TO_TENSOR or g.native_place is None or in_context(t, g.native_place)):
+        # one device is not enough where the target is a Context: a handle is valid in its own alone
         return finish(&s, t, x, r, g, copy if not t.flags & DL_IS_COPIED else None, readonly, stream)
     return cross(t, x, r, g, wanted, copy, readonly, stream)
 

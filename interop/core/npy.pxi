@@ -138,29 +138,38 @@ cdef object array_of(DLTensor* t, uint64_t flags, PyObject* base):
     cdef cnp.npy_intp shape[MAX_NDIM]
     cdef cnp.npy_intp strides[MAX_NDIM]
     cdef int n = t.ndim, i
-    cdef int64_t size
+    cdef int64_t size, step
+    cdef int given = NPY_ARRAY_WRITEABLE
     cdef object descr, array
     cdef void* data
+    cdef bint compact = True
     if not host_accessible(t.device.device_type):
         refuse_host(t.device)
     descr = descr_for(t.dtype, flags)
     size = element_bytes(t.dtype, flags)
-    for i in range(n):
+    data = <char*>t.data + t.byte_offset
+    step = 1
+    for i in range(n - 1, -1, -1):
         shape[i] = t.shape[i]
         strides[i] = t.strides[i] * size
+        compact &= t.strides[i] == step
+        step *= t.shape[i]
     if t.dtype.lanes > 1:
         if n == MAX_NDIM:
             raise ExchangeError(f"ndim {n} and one more for the lanes: NumPy stops at {MAX_NDIM}")
         shape[n] = t.dtype.lanes
         strides[n] = size // t.dtype.lanes
         n += 1
-    data = <char*>t.data + t.byte_offset
-    if is_empty(t.ndim, t.shape):
-        data = NULL              # NumPy brings its own, of no bytes
-    Py_INCREF(descr)             # NewFromDescr takes one
-    array = PyArray_NewFromDescr(&PyArray_Type, <NpyDescr*><PyObject*>descr, n, shape, strides if data != NULL else NULL, data,
-                                 NPY_ARRAY_BEHAVED if not flags & DL_READ_ONLY else NPY_ARRAY_ALIGNED, NULL)
-    if data == NULL and flags & DL_READ_ONLY:
+    if flags & DL_READ_ONLY:
+        given = 0
+    if not <uintptr_t>data & <uintptr_t>(component_bytes(t.dtype) - 1):
+        given |= NPY_ARRAY_ALIGNED
+    if step == 0:
+        data = NULL              # empty: NumPy brings its own, of no bytes
+    Py_INCREF(descr)             # NewFromDescr takes one; without strides it knows at once that the array is contiguous
+    array = PyArray_NewFromDescr(&PyArray_Type, <NpyDescr*><PyObject*>descr, n, shape, NULL if compact or step == 0 else strides, data,
+                                 given, NULL)
+    if step == 0 and flags & DL_READ_ONLY:
         array.flags.writeable = False
     Py_INCREF(<object>base)      # SetBaseObject takes one
     PyArray_SetBaseObject(<NpyArray*><PyObject*>array, base)
