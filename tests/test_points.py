@@ -381,9 +381,10 @@ def test_views_and_aliases_see_the_last_write(driver: toy.Driver) -> None:
     """SPEC P-LEDGER: by bytes of the allocation"""
     c = toy.Context()
     t = interop.empty((4, 64), "uint8", device=c)
+    alias = interop.as_tensor(interop.to(t, "toy"))
     lease = interop.acquire(t[1], c, "write")
     lease.release(c.fill(t[1], 7))
-    for view in (t, t[1], t[1:3], t.reshape(-1)[64:65], interop.as_tensor(interop.to(t, "toy")), t.allocation.tensor((1,), "uint8", byte_offset=127)):
+    for view in (t, t[1], t[1:3], t.reshape(-1)[64:65], alias, t.allocation.tensor((1,), "uint8", byte_offset=127)):
         assert not points.pending(view, "read").done(), view
     for view in (t[0], t[2:], t.allocation.tensor((64,), "uint8", byte_offset=128)):
         assert points.pending(view, "read").done(), view
