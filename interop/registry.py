@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: Adapters that come with interop: name -> module that registers it. Imported when the name is asked for.
 _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
-_SHIPPED = ("torch", "jax", "cupy")
+_SHIPPED = ("torch", "jax", "cupy", "cuda")
 _READS = ("adapter", "dlpack", "buffer", "table")
 _entry_points_loaded = False
 
