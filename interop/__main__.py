@@ -1,0 +1,5 @@
+"""``python -m interop``."""
+
+from .cli import main
+
+raise SystemExit(main())
