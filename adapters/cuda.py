@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from interop import _core
-from interop.contract import ExchangeError
+from interop.contract import ExchangeError, set_cuda_driver
 
 
 class Driver:
@@ -66,6 +65,15 @@ class Driver:
         finally:
             cuda.cuCtxPopCurrent()
 
+    def synchronize(self, device: int, stream: int) -> None:
+        """Wait on the host until what `stream` has been given is done; the GIL is free meanwhile."""
+        cuda = self._load()
+        self._check(cuda.cuCtxPushCurrent(self._context(cuda, device)))
+        try:
+            self._check(cuda.cuStreamSynchronize(stream))
+        finally:
+            cuda.cuCtxPopCurrent()
+
     def _context(self, cuda: Any, device: int) -> Any:
         # The primary context, which the frameworks use; retained once and never released: they may be gone before us
         if device not in self._contexts:
@@ -73,4 +81,4 @@ class Driver:
         return self._contexts[device]
 
 
-_core.set_cuda_ops(Driver())
+set_cuda_driver(Driver())

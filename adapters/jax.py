@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from interop.contract import Adapter, Limits, register
+from interop.contract import Adapter, Guard, Limits, register
 
 if TYPE_CHECKING:
-    from interop import Device, Tensor
+    from interop import Device, ExchangeError, Tensor
 
 #: jaxlib aliases CPU memory only from this alignment on and silently copies below it (measured, jaxlib 0.10).
 _ALIGNMENT = 64
@@ -26,19 +26,27 @@ class JaxAdapter(Adapter):
     reads = "buffer"
     accepts = Limits(readonly=True, writable=False, negative_strides=False, strided=False, alignment=_ALIGNMENT)
 
+    guards = (Guard("is_deleted", "the array was deleted or donated: its memory is gone", "keep a reference that is not donated",
+                    fallback_only=True),)
+
     def __init__(self) -> None:
         """Nothing is looked up before the first conversion."""
         self._direct: Any = None
         self._cpu: Any = None
 
     def from_tensor(self, t: Tensor, *, place: Any = None, stream: Any = None) -> Any:
-        """A jax.Array over `t`; ExchangeError rather than jax's silent copy or its conversion of 64-bit types."""
+        """A jax.Array over `t`, of its very dtype: ExchangeError rather than jax's silent copy or its narrowing of 64-bit types."""
+        if t.padded:
+            raise self.refuse(f"jax imports no {t.dtype}", "interop.as_tensor(x).view('uint8') shows the bytes")
         direct = self._direct
         if direct is None:
             direct, self._cpu = _find_direct()
             self._direct = direct
         if direct and t.__dlpack_device__()[0] == _CPU:
-            x = direct(t.__dlpack__(), self._cpu, None, False, _CPU)
+            try:
+                x = direct(t.__dlpack__(), self._cpu, None, False, _CPU)
+            except RuntimeError as e:
+                raise self._refusal(t, e) from e
             if x.unsafe_buffer_pointer() == t.ptr or not t.size:
                 return x
         return self._public(t)
@@ -49,12 +57,15 @@ class JaxAdapter(Adapter):
         try:
             x = jax.dlpack.from_dlpack(t, copy=False)
         except (TypeError, ValueError, RuntimeError) as e:
-            raise self.refuse(f"jax cannot hold {t.dtype} {t.shape} on {t.device}: {e}") from e
+            raise self._refusal(t, e) from e
         if str(x.dtype) != t.dtype.name:
             raise self.refuse(f"jax would convert {t.dtype} to {x.dtype}", 'jax.config.update("jax_enable_x64", True)')
         if t.size and hasattr(x, "unsafe_buffer_pointer") and x.unsafe_buffer_pointer() != t.ptr:
             raise self.refuse(f"jax copied {t.dtype} {t.shape} instead of sharing it", f"align the memory to {_ALIGNMENT} bytes")
         return x
+
+    def _refusal(self, t: Tensor, e: Exception) -> ExchangeError:
+        return self.refuse(f"jax cannot hold {t.dtype} {t.shape} on {t.device}: {str(e).partition(chr(10))[0]}")
 
     def place(self, obj: Any) -> Device | None:
         """A jax.Device."""

@@ -40,7 +40,7 @@ class TorchAdapter(Adapter):
         if index is None and kind == "cuda":
             import torch
 
-            index = torch.cuda.current_device()
+            index = torch.cuda.current_device() if torch.cuda.is_available() else 0
         return Device(f"{kind}:{index or 0}")
 
     def to_device(self, x: Any, device: Device) -> Any:

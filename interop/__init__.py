@@ -7,6 +7,17 @@ every exchange protocol. Importing this imports NumPy and nothing heavier.
 from __future__ import annotations
 
 try:
+    import _interpreters
+except ImportError:
+    try:
+        import _xxsubinterpreters as _interpreters
+    except ImportError:
+        _interpreters = None
+if _interpreters is not None and _interpreters.get_current() != _interpreters.get_main():
+    # one set of static types and one GIL is what the core and its deleters are built on
+    raise ImportError("interop does not work in a sub-interpreter: import it in the main one, or use processes")
+
+try:
     from . import _core
 except ModuleNotFoundError as e:
     if e.name != f"{__name__}._core":

@@ -18,7 +18,8 @@ from .registry import register
 if TYPE_CHECKING:
     from . import Device, Tensor
 
-__all__ = ["Adapter", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include", "point", "register"]
+__all__ = ["Adapter", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include", "point", "register",
+           "set_cuda_driver"]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device")
@@ -35,12 +36,14 @@ class Guard:
         reason: why such an object cannot leave.
         remedy: what its owner can do.
         complex_only: asked only of complex tensors.
+        fallback_only: asked only where the buffer protocol has refused already (``reads="buffer"``).
     """
 
     attribute: str
     reason: str
     remedy: str
     complex_only: bool = False
+    fallback_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,6 +195,17 @@ class Adapter:
     def refuse(self, reason: str, remedy: str | None = None) -> ExchangeError:
         """An error to raise: ``raise self.refuse("a file mapping cannot adopt memory", remedy="interop.copyto(...)")``."""
         return ExchangeError(f"{self.name}: {reason}", remedy)
+
+
+def set_cuda_driver(driver: Any) -> None:
+    """Who answers for CUDA: ``pointer_device(address) -> id``, ``order(device, first, then)``, ``synchronize(device, stream)``.
+
+    Streams are numbered as the array API does. The adapter that comes with interop uses cuda-bindings; an application with a driver
+    binding of its own may put it here.
+    """
+    from . import _core
+
+    _core.set_cuda_ops(driver)
 
 
 def get_include() -> str:

@@ -28,8 +28,8 @@ def accepts(*parameters: str, inside: str | Mapping[str, str] = "numpy") -> Call
         TypeError: at decoration, where a name is not a parameter or `inside` is malformed.
         ExchangeError: at the call, where the arrays are on different devices or none is given for theirs.
     """
-    if not parameters:
-        raise TypeError("accepts needs the names of the array parameters")
+    if not parameters or not all(isinstance(p, str) for p in parameters):
+        raise TypeError("accepts takes the names of the array parameters: @accepts('img', 'kernel')")
     table = {"": inside} if isinstance(inside, str) else dict(inside)
     if not all(isinstance(k, str) and isinstance(v, str) for k, v in table.items()):
         raise TypeError(f"inside={inside!r}: a framework's name, or a mapping from device type to name")
@@ -43,21 +43,19 @@ def accepts(*parameters: str, inside: str | Mapping[str, str] = "numpy") -> Call
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
             bound = signature.bind(*args, **kwargs)
-            first: Any = None
-            device: str | None = None
-            for name in parameters:
-                x = bound.arguments.get(name)
-                if x is None:
-                    continue
-                t = as_tensor(x)
-                here = "cpu" if t.device.name in _HOST else str(t.device)
-                if device is None:
-                    first, device = x, here
-                elif here != device:
-                    raise _mixed(function, parameters[0], device, name, here)
-                bound.arguments[name] = to(t if kind(x) is None else x, _framework(table, here, function))
-            result = function(*bound.args, **bound.kwargs)
-            return result if device is None else _back(result, first)
+            given = {name: x for name in parameters if (x := bound.arguments.get(name)) is not None}
+            if not given:
+                return function(*bound.args, **bound.kwargs)
+            tensors = {name: as_tensor(x) for name, x in given.items()}
+            first = next(iter(given))
+            device = _where(tensors[first])
+            for name, t in tensors.items():
+                if _where(t) != device:
+                    raise _mixed(function, first, device, name, _where(t))
+            framework = _framework(table, device, function)
+            for name, x in given.items():
+                bound.arguments[name] = to(tensors[name] if kind(x) is None else x, framework)
+            return _back(function(*bound.args, **bound.kwargs), given[first])
 
         return wrapper
 
@@ -65,6 +63,10 @@ def accepts(*parameters: str, inside: str | Mapping[str, str] = "numpy") -> Call
 
 
 _HOST = ("cpu", "cuda_host", "rocm_host", "cuda_managed")
+
+
+def _where(t: Any) -> str:
+    return "cpu" if t.device.name in _HOST else str(t.device)
 
 
 def _framework(table: Mapping[str, str], device: str, function: Callable[..., Any]) -> str:
@@ -86,6 +88,8 @@ def _mixed(function: Callable[..., Any], a: str, at: str, b: str, there: str) ->
 def _back(result: Any, first: Any) -> Any:
     if type(result) in (tuple, list):
         return type(result)(_back(r, first) for r in result)
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*(_back(r, first) for r in result))
     if isinstance(result, dict):
         return {k: _back(v, first) for k, v in result.items()}
     if kind(result) in names() and getattr(result, "shape", None) is not None:

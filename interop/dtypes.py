@@ -62,8 +62,11 @@ def coerce(x: Any) -> tuple[int, int, int]:
         try:
             return parse(x)
         except ValueError:
-            if x.startswith(("<", ">", "=", "|")) or len(x) <= 3:      # NumPy's typestrings: "<f4", "u1"
-                return from_numpy(_numpy(x))
+            if x.startswith(("<", ">", "=", "|")) or 2 <= len(x) <= 3:     # NumPy's typestrings: "<f4", "u1"
+                try:
+                    return from_numpy(np.dtype(x))
+                except TypeError:
+                    pass
             raise
     if isinstance(x, tuple) and len(x) == 3 and all(isinstance(i, int) for i in x):
         return x

@@ -430,6 +430,9 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
         else:                       # no driver is asked for nothing: OpenCL and Vulkan forbid empty buffers
             allocation = Allocation(0, 0, where if isinstance(where, Device) else where.device, adapter=adapter)
         return allocation.tensor(extents, kind)
+    if device is not None and not _host_place(where):
+        raise ExchangeError(f"interop allocates nothing on {device} and has no way of its own to copy there",
+                            "a framework that uses the device can: interop.to(x, 'torch', device=...)")
     needed, whole_pages, imported = max(alignment or 1, _core.HOST_ALIGNMENT), False, False
     for party in parties:
         if party == "process":
@@ -450,6 +453,10 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
     a = Allocation(pages.address, size, (1, 0), owner=pages, alignment=PAGE, traits=_HOST_TRAITS,
                    exports=("memfd", "host") if fd is not None else ("host",))
     return a.tensor(extents, kind)
+
+
+def _host_place(where: Any) -> bool:
+    return isinstance(where, Device) and where.name == "cpu"
 
 
 def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:

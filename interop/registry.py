@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
+import warnings
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,56 +21,93 @@ if TYPE_CHECKING:
 _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
 _by_device: dict[str, Any] = {}
-_SHIPPED = ("torch", "jax", "cupy", "cuda")
+_SHIPPED = ("torch", "jax", "tvm_ffi", "cupy", "cuda")
 _READS = ("adapter", "dlpack", "buffer", "table")
-_entry_points_loaded = False
+_plugins_loaded = False
 
 
 def register(adapter: Adapter) -> None:
     """Make an adapter known. Checked here, so that a mistake is found now and not at the first conversion.
 
     Raises:
-        TypeError: a required attribute or method is missing or has the wrong type; the message names it.
-        ValueError: another adapter has this name or one of these types.
+        TypeError: an attribute or method is missing or has the wrong type; the message names it.
+        ValueError: another adapter, or interop itself, has this name, one of these types or this device.
     """
-    cls = type(adapter)
-    name = getattr(adapter, "name", None)
-    if not isinstance(name, str) or not name.isidentifier():
-        raise TypeError(f"{cls.__qualname__}.name is {name!r}: it must be an identifier, such as 'torch'")
-    # an adapter of its own overrides the method; the base only says what is missing
-    from .contract import CAPABILITIES, Adapter
-
-    if not isinstance(adapter, Adapter):
-        raise TypeError(f"{cls.__qualname__} does not derive from interop.contract.Adapter")
-    if isinstance(adapter.types, str) or not all(isinstance(t, str) and "." in t for t in adapter.types):
-        raise TypeError(f"{cls.__qualname__}.types is {adapter.types!r}: it must be a tuple of 'module.Qualname'")
-    if adapter.reads not in _READS:
-        raise TypeError(f"{cls.__qualname__}.reads is {adapter.reads!r}: it must be one of {', '.join(_READS)}")
-    if adapter.reads == "adapter" and cls.to_tensor is Adapter.to_tensor:
-        raise TypeError(f"{cls.__qualname__} lacks to_tensor(x), which reads='adapter' calls")
-    if cls.from_tensor is Adapter.from_tensor and adapter.table is None:
-        raise TypeError(f"{cls.__qualname__} lacks from_tensor(t, *, place=None, stream=None)")
+    _check_adapter(adapter)
+    name = adapter.name
     if name in _by_name or name in ("interop", "numpy"):
         raise ValueError(f"an adapter named {name!r} is registered already")
-    taken = [t for t in adapter.types if t in _by_type_name]
-    if taken:
-        raise ValueError(f"adapter {name!r}: {taken[0]} belongs to adapter {_by_type_name[taken[0]].name!r}")
+    if device_names.known(name) and adapter.device != name:
+        raise ValueError(f"{name!r} is the name of a device: an adapter of that name must own it (device = {name!r})")
+    for t in adapter.types:
+        if t in _by_type_name or t in _OWN_TYPES:
+            owner = _by_type_name[t].name if t in _by_type_name else "numpy" if t.startswith("numpy") else "interop"
+            raise ValueError(f"adapter {name!r}: {t} belongs to {owner!r}")
+    if adapter.device and adapter.device in _by_device:
+        raise ValueError(f"adapter {name!r}: devices named {adapter.device!r} belong to {_by_device[adapter.device].name!r}")
     if not adapter.exact:
         adapter.exact = adapter.types  # type: ignore[misc]
-    if not isinstance(adapter.device, str) or (adapter.device and not adapter.device.isidentifier()):
-        raise TypeError(f"{cls.__qualname__}.device is {adapter.device!r}: it must be a name such as 'acme'")
-    for capability in CAPABILITIES:
-        if getattr(adapter, capability, None) is not None and not adapter.can(capability):
-            raise TypeError(f"{cls.__qualname__}.{capability} is not a method")
     if adapter.device:
-        if adapter.device in _by_device:
-            raise ValueError(f"adapter {name!r}: devices named {adapter.device!r} belong to adapter {_by_device[adapter.device].name!r}")
         device_names.register(adapter.device)
         _by_device[adapter.device] = adapter
     _by_name[name] = adapter
     for t in adapter.types:
         _by_type_name[t] = adapter
     _core.forget_types()
+
+
+_OWN_TYPES = ("numpy.ndarray", "interop.Tensor", "builtins.PyCapsule")
+_MAX_GUARDS = 8
+
+
+def _check_adapter(adapter: Any) -> None:
+    from .contract import CAPABILITIES, Adapter, Guard, Limits
+
+    cls = type(adapter)
+
+    def bad(attribute: str, want: str) -> TypeError:
+        return TypeError(f"{cls.__qualname__}.{attribute} is {getattr(adapter, attribute, None)!r}: it must be {want}")
+
+    if not isinstance(adapter, Adapter):
+        raise TypeError(f"{cls.__qualname__} does not derive from interop.contract.Adapter")
+    name = getattr(adapter, "name", None)
+    if not isinstance(name, str) or not name.isidentifier():
+        raise bad("name", "an identifier, such as 'torch'") if hasattr(adapter, "name") else TypeError(f"{cls.__qualname__} lacks name")
+    for attribute in ("types", "exact"):
+        value = getattr(adapter, attribute)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(t, str) and "." in t for t in value):
+            raise bad(attribute, "a tuple of 'module.Qualname'")
+    for attribute in ("module", "requires", "device"):
+        if not isinstance(getattr(adapter, attribute), str):
+            raise bad(attribute, "a str")
+    if adapter.device and not adapter.device.isidentifier():
+        raise bad("device", "a name such as 'acme'")
+    if adapter.table is not None and not isinstance(adapter.table, str):
+        raise bad("table", "the name of a type in the module, or None")
+    if adapter.reads not in _READS:
+        raise bad("reads", f"one of {', '.join(_READS)}")
+    if not isinstance(adapter.guards, (tuple, list)) or not all(isinstance(g, Guard) for g in adapter.guards):
+        raise bad("guards", "a tuple of contract.Guard")
+    if len(adapter.guards) > _MAX_GUARDS:
+        raise bad("guards", f"at most {_MAX_GUARDS} of them")
+    limits = adapter.accepts
+    if not isinstance(limits, Limits):
+        raise bad("accepts", "a contract.Limits")
+    for attribute in ("alignment", "granularity"):
+        value = getattr(limits, attribute)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value & (value - 1):
+            raise TypeError(f"{cls.__qualname__}.accepts.{attribute} is {value!r}: it must be a power of two")
+    if limits.devices is not None and not isinstance(limits.devices, frozenset):
+        raise TypeError(f"{cls.__qualname__}.accepts.devices is {limits.devices!r}: it must be a frozenset of DLDeviceType numbers, or None")
+    if adapter.reads == "adapter" and cls.to_tensor is Adapter.to_tensor:
+        raise TypeError(f"{cls.__qualname__} lacks to_tensor(x), which reads='adapter' calls")
+    if adapter.reads == "table" and adapter.table is None:
+        raise TypeError(f"{cls.__qualname__} lacks table, which reads='table' needs")
+    if cls.from_tensor is Adapter.from_tensor and adapter.table is None:
+        raise TypeError(f"{cls.__qualname__} lacks from_tensor(t, *, place=None, stream=None)")
+    for capability in CAPABILITIES:
+        if getattr(adapter, capability, None) is not None and not adapter.can(capability):
+            raise bad(capability, "a method")
 
 
 def unregister(name: str) -> None:
@@ -92,23 +130,36 @@ def installed(name: str) -> bool:
         return True
     adapter = _by_name.get(name)
     module = name if adapter is None else adapter.module or adapter.name
-    return module in sys.modules or importlib.util.find_spec(module) is not None
+    return _findable(module)
 
 
-def _load_entry_points() -> None:
-    # Third parties: group "interop.adapters", each entry an Adapter or a callable that registers. Only read once something is unknown.
-    global _entry_points_loaded
-    if _entry_points_loaded:
-        return
-    _entry_points_loaded = True
+def load_plugins() -> bool:
+    """Register what third parties offer: group ``interop.adapters``, each entry an Adapter, or a callable that gives or registers one.
+
+    Once, when something is first unknown; one that is broken is warned of and does not hide the others. True where it looked.
+    """
+    global _plugins_loaded
+    if _plugins_loaded:
+        return False
+    _plugins_loaded = True
     for entry in entry_points(group="interop.adapters"):
         if entry.name in _by_name:
             continue
-        found = entry.load()
-        if callable(found):
-            found = found()
-        if found is not None and entry.name not in _by_name:
-            register(found)
+        try:
+            found = entry.load()
+            if callable(found):
+                found = found()
+            if found is not None and entry.name not in _by_name:
+                register(found)
+        except Exception as e:
+            warnings.warn(f"interop: the adapter plug-in {entry.name} ({entry.value}) could not be loaded: {e!r}", RuntimeWarning, stacklevel=2)
+    return True
+
+
+def requirement(name: str) -> str:
+    """What to install for a framework that `names` lists."""
+    adapter = _by_name.get(name)
+    return name if adapter is None else adapter.requires or adapter.module or adapter.name
 
 
 def resolve(key: Any) -> Any:
@@ -129,7 +180,7 @@ def resolve(key: Any) -> Any:
         return _core.make_target("interop", "tensor", place=key)
     if (adapter := getattr(key, "adapter", None)) is not None and isinstance(getattr(key, "device", None), _core.Device):
         return _core.make_target("interop", "tensor", adapter=adapter, place=key.device, native_place=key)      # a Context
-    _load_entry_points()
+    load_plugins()
     for adapter in list(_by_name.values()):
         device = adapter.place(key)
         if device is not None:
@@ -144,10 +195,10 @@ def _resolve_name(name: str) -> Any:
         return _target(_by_name[name])
     if device_names.known(name.partition(":")[0]):
         return _core.make_target("interop", "tensor", place=_core.Device(name))
-    _load_entry_points()
+    load_plugins()
     if name in _by_name:
         return _target(_by_name[name])
-    if name.isidentifier() and importlib.util.find_spec(name) is not None:
+    if name.isidentifier() and _findable(name):
         module = importlib.import_module(name)
         if hasattr(module, "from_dlpack"):
             return _core.make_target(name, "call", call=module.from_dlpack)
@@ -157,8 +208,14 @@ def _resolve_name(name: str) -> Any:
                      "and any module or class with from_dlpack"))
 
 
+def _findable(name: str) -> bool:
+    return name in sys.modules or importlib.util.find_spec(name) is not None
+
+
 def _resolve_module(module: ModuleType) -> Any:
     root = module.__name__.partition(".")[0]
+    if root not in _by_name and root not in ("interop", "numpy"):
+        load_plugins()
     if root in ("interop", "numpy") or root in _by_name:
         return _resolve_name(root)
     if hasattr(module, "from_dlpack"):
@@ -169,6 +226,9 @@ def _resolve_module(module: ModuleType) -> Any:
 def _resolve_type(cls: type) -> Any:
     name = _core.framework_of_type(cls)
     if name is not None:
+        spelled = f"{cls.__module__}.{cls.__qualname__}"
+        if spelled not in (_by_name[name].types if name in _by_name else _OWN_TYPES):
+            raise TypeError(f"{spelled} is a subclass of what {name} makes: ask for {name!r} and make the subclass of that")
         return _resolve_name(name)
     if callable(getattr(cls, "from_dlpack", None)):
         return _core.make_target(cls.__qualname__, "call", call=cls.from_dlpack)
@@ -191,7 +251,7 @@ def _target(adapter: Any, place: Any = None, native_place: Any = None) -> Any:
     return _core.make_target(adapter.name, "adapter", adapter, None, place, native_place)
 
 
-_core.set_registry(_by_type_name, _by_name, resolve)
+_core.set_registry(_by_type_name, _by_name, resolve, load_plugins)
 
 
 def load_shipped() -> None:

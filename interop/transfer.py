@@ -124,11 +124,17 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
     return READY
 
 
-def move(t: Any, place: Any) -> Any:
-    """A copy of `t` in the memory of `place` (a Device or a Context). Called by the core, which has told the copy guards."""
+def move(t: Any, place: Any, source: str) -> Any:
+    """A copy of `t` in the memory of `place` (a Device or a Context). Called by the core."""
     from .memory import empty
 
-    out = empty(t.shape, t.dtype, device=place)
+    out = empty(t.shape, t.dtype, device=place)         # refuses where nobody allocates
+    for side in (t, out):
+        adapter = side.allocation.adapter or adapter_of(side.device)
+        if not _core.is_host(side) and (adapter is None or not (adapter.can("copy") or adapter.can("map"))):
+            raise ExchangeError(f"interop has no way of its own to copy from {t.device} to {place}",
+                                "a framework that uses the device can: interop.to(x, 'torch', device=...)")
+    routing.note_copy(source, str(place), t.nbytes, f"from {t.device} to {place}", "keep it where it is")
     _copy(out, t, None, None).wait(points.HOST_TIMEOUT)
     return out
 

@@ -602,7 +602,6 @@ cdef Tensor allocation_view(Allocation a, shape, Device device, DType dtype, str
 @cython.internal
 cdef class _Export:
     """As long as one is alive, the allocation cannot be closed."""
-    cdef Tensor tensor
     cdef Allocation allocation
 
     def __dealloc__(self):
@@ -616,7 +615,6 @@ cdef Tensor counted(Tensor t):
     cdef Allocation a = <Allocation>t.alloc
     check_allocation(a)
     token = _Export.__new__(_Export)
-    token.tensor = t
     token.allocation = a
     a.lent += 1
     out = blank_object_tensor(token)
@@ -650,8 +648,6 @@ cdef Tensor root_of(Tensor t):
     while True:
         if isinstance(t, _ObjectTensor):
             owner = (<_ObjectTensor>t).keep
-            if isinstance(owner, _Export):
-                owner = (<_Export>owner).tensor
         else:
             owner = <object>t.held if not t.owns and t.held != NULL else None
         if not isinstance(owner, Tensor):

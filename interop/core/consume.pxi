@@ -31,8 +31,28 @@ cdef Tensor consume_capsule(object capsule):
     if p == NULL:
         refuse_capsule(capsule)
     if versioned:
-        return adopt(t, <DLManagedTensorVersioned*>p)
-    return adopt_legacy(t, <DLManagedTensor*>p)
+        adopt(t, <DLManagedTensorVersioned*>p)
+        if (<DLManagedTensorVersioned*>p).deleter == delete_block and (<Block*>p).owner != NULL:
+            return recognised(t, (<Block*>p).owner)
+        return t
+    adopt_legacy(t, <DLManagedTensor*>p)
+    if (<DLManagedTensor*>p).deleter == delete_legacy:
+        return recognised(t, (<LegacyBlock*>p).owner)
+    return t
+
+
+cdef Tensor recognised(Tensor t, PyObject* owner):
+    """What interop itself exported: a view of the tensor that was exported, so that a chain of hands does not grow, and a handle is known."""
+    cdef Tensor out
+    if not isinstance(<object>owner, Tensor):
+        return t
+    out = like_view(<Tensor>owner)
+    out.dl = t.dl
+    out.dl.ndim = 0
+    out.dl.shape = NULL
+    take_dims(out, t.dl.ndim, t.dl.shape, t.dl.strides)
+    out.flags = t.flags
+    return out
 
 
 cdef refuse_capsule(object capsule):
@@ -45,18 +65,28 @@ cdef refuse_capsule(object capsule):
 
 
 # ---- __dlpack__ ----
+cdef object _REFUSES_ONE = __import__("re").compile(
+    r"unexpected keyword argument:? ['`\"]?(\w+)|['`\"](\w+)['`\"] is an invalid keyword argument")
+cdef object _REFUSES_ALL = __import__("re").compile(
+    r"takes no keyword arguments|takes no arguments|takes \d+ positional arguments? but|takes (exactly|at most|from) |"
+    r"incompatible function arguments|invalid keyword argument|unexpected keyword argument")
+
+
 cdef object keyword_refused(e, dict sent):
-    """Which of the keywords sent this TypeError says the producer does not know; None where it came from inside the producer."""
+    """Which of the keywords sent this TypeError says the producer does not know; None where it came from inside the producer.
+
+    A parser speaks before any code of the producer's own has run. Where some has, only the words for one unknown keyword count: a
+    wrapper passed on what it was given.
+    """
     text = str(e)
-    if "keyword" in text:
-        for name in sent:
-            if f"'{name}'" in text or f"`{name}`" in text:
-                return name
-    if e.__traceback__ is None or e.__traceback__.tb_next is None and is_ours(e.__traceback__):
-        # Raised before any Python code of the producer ran: its argument parser. The newest keyword goes first.
-        for name in ("max_version", "copy", "dl_device", "stream"):
-            if name in sent:
-                return name
+    found = _REFUSES_ONE.search(text)
+    if found is not None and (found[1] or found[2]) in sent:
+        return found[1] or found[2]
+    if e.__traceback__ is None or (e.__traceback__.tb_next is None and is_ours(e.__traceback__)):
+        if _REFUSES_ALL.search(text) is not None:
+            for name in ("max_version", "copy", "dl_device", "stream"):      # the newest first
+                if name in sent:
+                    return name
     return None
 
 
@@ -124,8 +154,10 @@ cdef object promised_device(x):
     pair = method()
     if PyTuple_CheckExact(pair) and PyTuple_GET_SIZE(pair) == 2 and <object>PyTuple_GET_ITEM(pair, 0) is _ONE:
         return _CPU              # its id says nothing (paddle: None)
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{type(x).__name__}.__dlpack_device__ returned {pair!r}: it must be a pair (type, id)")
     kind, number = pair
-    return get_device((kind, number))
+    return get_device((kind, 0 if number is None else number))
 
 
 cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
@@ -150,10 +182,15 @@ cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
     elif promised is not None:
         check_arrival(t, promised, x)
     if has_streams(t.dl.device.device_type):
-        t.stream = sent if sent is not None and not r.refuses & KW_STREAM else 1
+        t.stream = sent if sent is not None and not r.refuses & KW_STREAM else default_stream(t.dl.device.device_type)
     if copy is False and t.flags & DL_IS_COPIED:
         raise ExchangeError(f"{type(x).__name__}.__dlpack__ copied although copy=False forbids it")
     return t
+
+
+cdef inline int64_t default_stream(int32_t kind) noexcept nogil:
+    # What None means in the array API: the legacy default stream, which ROCm calls 0
+    return 0 if kind == kDLROCM else 1
 
 
 cdef int check_arrival(Tensor t, Device wanted, x) except -1:
@@ -172,7 +209,7 @@ cdef object stream_number(stream, int32_t kind):
         return None
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
-        stream = (protocol() if callable(protocol) else protocol)[1] or 1     # version, address; 0 is the legacy default stream
+        stream = cuda_stream_of(stream, protocol)
     if isinstance(stream, bool) or not hasattr(stream, "__index__"):
         raise TypeError(f"stream {stream!r}: an int as the array API numbers streams, or an object with __cuda_stream__")
     number = _index(stream)
@@ -183,6 +220,19 @@ cdef object stream_number(stream, int32_t kind):
     if kind == kDLROCM and number in (1, 2):
         raise ValueError(f"stream {number} is not defined on ROCm: 0 is its default stream (array API)")
     return number
+
+
+cdef object cuda_stream_of(stream, protocol):
+    """The handle in ``__cuda_stream__``: a pair (version, address), or a method that returns one. 0 is the legacy default stream, 1."""
+    pair = protocol() if callable(protocol) else protocol
+    try:
+        version, address = pair
+        version, address = _index(version), _index(address)
+    except (TypeError, ValueError):
+        raise TypeError(f"__cuda_stream__ of {type(stream).__name__} gave {pair!r}: it must be a pair (version, address)") from None
+    if address < 0:
+        raise ValueError(f"__cuda_stream__ of {type(stream).__name__} gave address {address}")
+    return address or 1
 
 
 # ---- the exchange table of another type ----
@@ -199,9 +249,7 @@ cdef raise_from_table(x):
         raise ExchangeError(f"{type(x).__name__}: its exchange table failed without a reason")
     try:
         reraise()
-    except (BufferError, TypeError):
-        raise
-    except Exception as e:
+    except (RuntimeError, ValueError) as e:      # how torch says no; anything else passes unchanged
         raise ExchangeError(f"{type(x).__name__} cannot be exported: {first_line(e)}") from e
 
 
@@ -221,7 +269,7 @@ cdef int64_t table_stream(DLPackExchangeAPI* table, DLDevice d) except? -2:
     if table.current_work_stream(d.device_type, d.device_id, &stream) != 0:
         raise_from_table(None)
     if stream == NULL:
-        return 0 if d.device_type == kDLROCM else 1
+        return default_stream(d.device_type)
     return <int64_t><intptr_t>stream
 
 
@@ -314,15 +362,23 @@ cdef Tensor read_buffer(x):
 
 class _Interface:
     """Shows NumPy an array interface and nothing else of the object behind it."""
-    __slots__ = ("__array_interface__", "owner")
+    __slots__ = ("__array_interface__",)
 
 
 cdef Tensor read_array_interface(x, interface):
+    cdef DLTensor d
+    cdef int64_t dims[2 * MAX_NDIM]
+    cdef uint64_t flags = 0
+    if not isinstance(interface, dict):
+        raise TypeError(f"__array_interface__ of {type(x).__name__} is not a dict")
     holder = _Interface()
-    holder.__array_interface__ = interface
-    holder.owner = x
+    holder.__array_interface__ = {k: v for k, v in interface.items() if v is not None}
+    # NumPy checks the fields; its array is read and dropped, so that the collector sees from the tensor straight to x
     array = np.asarray(holder)
-    return tensor_of_array(<PyObject*>array)
+    if isinstance(interface.get("data"), tuple):
+        read_array(<PyObject*>array, &d, dims, &flags)
+        return over_object(x, &d, flags)
+    return tensor_of_array(<PyObject*>array)        # a buffer, or no data: the array holds what NumPy made of it
 
 
 cdef Tensor read_cuda_interface(x, interface, Device device, stream):
@@ -337,8 +393,14 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
         raise TypeError(f"__cuda_array_interface__ of {type(x).__name__} is not a dict")
     try:
         dims, typestr, (address, readonly), version = interface["shape"], interface["typestr"], interface["data"], interface["version"]
+        dims = tuple([_index(s) for s in dims])
+        version = _index(version)
+        steps = interface.get("strides")
+        if steps is not None:
+            steps = tuple([_index(s) for s in steps])
+        address = 0 if address is None else _index(address)
     except (KeyError, TypeError, ValueError) as e:
-        raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__} lacks a field or has a malformed one: {e}") from None
+        raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__} lacks a field or has a malformed one: {e!r}") from None
     if version < 2:
         raise ExchangeError(f"__cuda_array_interface__ version {version}: interop reads 2 and 3")
     if interface.get("mask") is not None:
@@ -350,7 +412,6 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
     n = len(dims)
     if n > MAX_NDIM:
         raise ExchangeError(f"ndim {n}: at most {MAX_NDIM}")
-    steps = interface.get("strides")
     if steps is not None and len(steps) != n:
         raise ExchangeError(f"strides {steps} for shape {dims}")
     size = element_bytes(d.dtype, 0)
@@ -361,7 +422,7 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
                 if steps[i] % size:
                     raise ExchangeError(f"strides {steps} bytes are not multiples of the {size}-byte elements")
                 strides[i] = steps[i] // size
-        d.data = <void*><uintptr_t>(address or 0)
+        d.data = <void*><uintptr_t>address
     except (OverflowError, TypeError) as e:
         raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__}: {e}") from None
     if device is None:

@@ -31,8 +31,24 @@ cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream):
         return read_as_is(<PyObject*>x, r)
     if source == SRC_NDARRAY_KIN:
         return tensor_of_array_subclass(x)
-    if r.n_guards:
+    if r.refusal is not None:
+        raise ExchangeError(*r.refusal)
+    if r.n_guards and not (source == SRC_BUFFER and r.fallback_guards):
         check_guards(r, <PyObject*>x, -1)
+    if r.immutable:
+        return read_immutable(x, r, device, copy, stream)
+    return read_generic(x, r, device, copy, stream)
+
+
+cdef Tensor read_immutable(x, TypeRecord r, Device device, copy, stream):
+    # A legacy capsule cannot say what the framework promises (jax, for dtypes that buffers do not have)
+    cdef Tensor t = read_generic(x, r, device, copy, stream)
+    t.flags |= DL_READ_ONLY      # nobody else has it yet
+    return t
+
+
+cdef Tensor read_generic(x, TypeRecord r, Device device, copy, stream):
+    cdef int source = r.source
     if source == SRC_CAPSULE:
         return consume_capsule(x)
     if source == SRC_ADAPTER:
@@ -47,6 +63,7 @@ cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream):
             except (BufferError, ValueError):        # jax: a dtype or a device that buffers do not have
                 if find_on_type(type(x), "__dlpack__") is None:
                     raise
+        check_guards(r, <PyObject*>x, -1)        # also those asked only here
         return read_dlpack(x, r, device, copy, stream)
     if source == SRC_DLPACK:
         return read_dlpack(x, r, device, copy, stream)
@@ -68,9 +85,10 @@ cdef int note_copy(DLTensor* t, uint64_t flags, str source, str target, str reas
     return 0
 
 
-cdef Tensor packed(DLTensor* t, uint64_t flags, str source, str target, str reason, remedy):
+cdef Tensor packed(DLTensor* t, uint64_t flags, str source, str target, str reason, remedy, int64_t alignment=HOST_ALIGNMENT):
+    check_packable(t, flags)     # what would be refused is not counted
     note_copy(t, flags, source, target, reason, remedy)
-    return pack(t, flags)
+    return pack(t, flags, alignment)
 
 
 # ---- as_tensor ----
@@ -140,8 +158,12 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
     else:
         t = read_slow(x, r, None, False if copy is False else None, stream)
     if device is not None and not same_memory(t.dl.device, device.dl):
-        raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: interop has no way to copy between them yet",
-                            "let the framework move it first")
+        if copy is False:
+            raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: that takes a copy, which copy=False forbids",
+                                "leave copy out")
+        t = _up_move(t, device, source_name(x, r))
+        t.flags |= DL_IS_COPIED
+        copy = None
     if copy is False and t.flags & DL_IS_COPIED and r.source != SRC_TENSOR:
         raise ExchangeError(f"{type(x).__name__} arrived as a copy and copy=False forbids it")
     if stream is not None:
@@ -196,7 +218,9 @@ cdef Tensor read_towards(x, TypeRecord r, Device device, copy, stream):
     """Read `x` when its bytes are wanted on `device`; a producer that can cross by itself is asked to (dl_device)."""
     cdef Device here = promised_device(x)
     cdef Tensor t
-    if here is None or same_memory(here.dl, device.dl):
+    if here is None:
+        return read_slow(x, r, device, False if copy is False else None, stream)
+    if same_memory(here.dl, device.dl):
         return read_slow(x, r, None, False if copy is False else None, stream)
     if copy is False:
         raise ExchangeError(f"{source_name(x, r)} is on {here} and device={str(device)!r} asks for another memory: that takes a copy, "
@@ -332,7 +356,7 @@ def to(x, target=None, /, *, like=None, device=None, copy=None, readonly=None, s
     g = target_of(target)
     r = record_of(<PyObject*>x)
     if device is None and copy is None and readonly is None and stream is None and g.place is None:
-        if r.exact and r.framework is g.name:
+        if (r.exact and r.framework is g.name) or type(x) is g.cls:
             return x
         return convert(x, r, g, None, None, None)
     return convert_as_asked(x, r, g, device, flag(copy, "copy"), flag(readonly, "readonly"), stream)
@@ -360,11 +384,18 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
     else:
         # a stream is the consumer's: the producer is asked for it only where __dlpack__ is called
         t = read_slow(x, r, None, False if copy is False else None, stream)
+        if copy is True and arrived_fresh(t, r):
+            copy = None
     if t is not None:
         use(&s, t)
     if _n_entries:
         check_bytes(&s.dl, t.alloc if t is not None else NULL, stream)
     return finish(&s, t, x, r, g, copy, readonly, stream)
+
+
+cdef bint arrived_fresh(Tensor t, TypeRecord r) noexcept:
+    # A copy that the producer made for this call, which nobody else holds
+    return t.flags & DL_IS_COPIED != 0 and r.source != SRC_TENSOR
 
 
 cdef inline void use(Source* s, Tensor t) noexcept:
@@ -378,6 +409,8 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
     """From a borrowed source to the target's object; `t` keeps what is borrowed where the object itself does not."""
     cdef int what
     cdef bint promised = readonly is True
+    if stream is not None and host_accessible(s.dl.device.device_type):
+        check_host_stream(stream, s.dl.device)
     if readonly is False and not g.writable:
         raise ExchangeError(f"readonly=False asks to write and {g.name} arrays are never written to", "leave readonly out")
     what = obstacle(g, &s.dl, s.flags, promised)
@@ -387,18 +420,32 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
         reason, remedy = explain(what, g, &s.dl) if what != CLEAR else ("copy=True was asked for", None)
         if what == IS_ELSEWHERE or copy is False:
             raise ExchangeError(reason, remedy)
-        t = packed(&s.dl, s.flags, source_name(x, r), g.name, reason, remedy)
+        t = packed(&s.dl, s.flags, source_name(x, r), g.name, reason, remedy, max(g.alignment, <int64_t>HOST_ALIGNMENT))
         use(s, t)
     if promised:
         s.flags |= DL_READ_ONLY
     return build(s, t, g, promised, stream)
 
 
+cdef int check_host_stream(stream, DLDevice d) except -1:
+    number = stream_number(stream, kDLCPU)
+    if number is not None and number != -1 and not has_streams(d.device_type):
+        raise ExchangeError(f"stream {number}: memory on {device_of(d)} has no streams", "leave stream out")
+    return 0
+
+
 cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
+    if s.dl.device.device_type == kDLCUDAHost or s.dl.device.device_type == kDLROCMHost:
+        if g.kind == TO_TABLE or g.kind == TO_ADAPTER:
+            # pinned memory is host memory, which frameworks of the host know by that name alone (field report B54)
+            t = as_cpu(tensor_of_source(s, t))
+            use(s, t)
     if t is not None and t.alloc != NULL and g.kind != TO_TENSOR:
         t = counted(t)
         s.owner = <PyObject*>t
     if g.kind == TO_NUMPY:
+        if s.stream != STREAM_NONE:
+            finish_for_host(&s.dl, s.stream)
         return array_of(&s.dl, s.flags, s.owner)
     if g.kind == TO_TABLE:
         return through_table(s, g, stream)
@@ -420,6 +467,13 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
         except BufferError:      # it knows the flag and cannot hold it; the caller's promise stands in
             return g.call(relabelled(t, 0))
     return g.call(t)
+
+
+cdef Tensor as_cpu(Tensor base):
+    cdef Tensor t = like_view(base)
+    take_dims(t, base.dl.ndim, base.dl.shape, base.dl.strides)
+    t.dl.device = _CPU.dl
+    return t
 
 
 cdef Tensor tensor_of_source(Source* s, Tensor t):
@@ -487,7 +541,7 @@ cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, 
     use(&s, t)
     if same_memory(t.dl.device, wanted.dl) and (g.kind != TO_TENSOR or g.native_place is None or in_context(t, g.native_place)):
         # one device is not enough where the target is a Context: a handle is valid in its own alone
-        return finish(&s, t, x, r, g, copy if not t.flags & DL_IS_COPIED else None, readonly, stream)
+        return finish(&s, t, x, r, g, None if copy is True and arrived_fresh(t, r) else copy, readonly, stream)
     return cross(t, x, r, g, wanted, copy, readonly, stream)
 
 
@@ -506,8 +560,7 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
     if copy is False:
         raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids", "leave copy out")
     if g.kind == TO_TENSOR:
-        note_copy(&t.dl, t.flags, name, str(wanted), f"from {here} to {wanted}", "keep it where it is")
-        t = _up_move(t, g.native_place if g.native_place is not None else wanted)
+        t = _up_move(t, g.native_place if g.native_place is not None else wanted, name)
         t.flags |= DL_IS_COPIED
         return t
     if g.adapter is None or getattr(g.adapter, "to_device", None) is None:
@@ -531,7 +584,9 @@ cdef bint is_there(x, TypeRecord r, Target g, Device wanted, readonly) except -1
     if wanted is None:
         return True
     here = promised_device(x)
-    return here is not None and here == wanted
+    if here is None:
+        here = device_of(read_as_is(<PyObject*>x, r).dl.device)
+    return here == wanted
 
 
 cdef object to_like(x, like, device, copy, readonly, stream):
@@ -542,6 +597,8 @@ cdef object to_like(x, like, device, copy, readonly, stream):
         g = target_of(r.framework)
     else:
         g = target_of(type(like))
+        if type(x) is type(like) and device is None and copy is not True and readonly is None and stream is None:
+            return x
     if device is None:
         there = promised_device(like)
         # host memory of any kind is at home on the CPU

@@ -28,8 +28,9 @@ cdef int table_allocate(DLTensor* prototype, DLManagedTensorVersioned** out, voi
 
 
 cdef int table_from_py(void* x, DLManagedTensorVersioned** out) except -1:
-    cdef Tensor t = <Tensor?><object>x
+    cdef Tensor t
     out[0] = NULL
+    t = <Tensor?><object>x
     check_no_stream(t)
     t = lend(t, None)
     out[0] = &export_block(&t.dl, t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), <PyObject*>t).v
@@ -52,8 +53,11 @@ cdef int table_borrow(void* x, DLTensor* out) except -1:
     lend(t, None)                # borrowed: valid until control returns, so nothing is counted
     out[0] = t.dl
     if addressable(t.dl.device.device_type):
-        out.data = <char*>t.dl.data + t.dl.byte_offset
+        out.data = <char*>t.dl.data + t.dl.byte_offset if not is_empty(t.dl.ndim, t.dl.shape) else NULL
         out.byte_offset = 0
+    if expands(t.dl.dtype):
+        raise ExchangeError("a vector type leaves with an axis more, which a borrowed DLTensor has no room for",
+                            "take it with managed_tensor_from_py_object_no_sync")
     if t.flags & DL_READ_ONLY:
         raise ExchangeError("a read-only tensor cannot be lent as a DLTensor, which has no flag for it",
                             "take it with managed_tensor_from_py_object_no_sync")

@@ -20,9 +20,11 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     source = lend(t, stream)     # -1 waits for nothing, and is refused all the same while somebody writes
     flags = t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED)
     if copy is True:
-        note_copy(&t.dl, t.flags, "interop", "capsule", "copy=True was asked for", None)
-        source = pack(&t.dl, t.flags)
+        source = packed(&t.dl, t.flags, "interop", "capsule", "copy=True was asked for", None)
         flags = (source.flags & DL_SUBBYTE_PADDED) | DL_IS_COPIED
+    if flags & DL_SUBBYTE_PADDED and source.dl.dtype.bits < 8 and (not versioned or minor < 1):
+        raise ExchangeError("padded sub-byte elements leave with a flag that DLPack has since 1.1",
+                            "ask with max_version=(1, 1) or newer")
     if versioned:
         b = export_block(&source.dl, flags, <PyObject*>source)
         b.v.version.minor = minor
@@ -34,9 +36,6 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     if flags & DL_READ_ONLY:
         raise ExchangeError("a read-only tensor cannot leave in a legacy capsule, which has no flag for it",
                             "ask with max_version=(1, 0) or newer, or share it by interop.to(x, target, readonly=True)")
-    if flags & DL_SUBBYTE_PADDED:
-        raise ExchangeError("padded sub-byte elements cannot leave in a legacy capsule, which has no flag for them",
-                            "ask with max_version=(1, 1) or newer")
     m = export_legacy(&source.dl, <PyObject*>source)
     p = new_capsule(m, b"dltensor", capsule_gone)
     if p == NULL:

@@ -54,6 +54,8 @@ cdef int fill_buffer(Tensor t, Py_buffer* view, int flags) except -1:
     if not f and flags & PyBUF_F_CONTIGUOUS == PyBUF_F_CONTIGUOUS:
         raise ExchangeError(f"strides {t.strides}: a column-major buffer was asked for")
     size = element_bytes(d.dtype, t.flags)
+    if t.stream != STREAM_NONE:
+        finish_for_host(d, t.stream)
     dims = <Py_ssize_t*>malloc(2 * (n + 1) * sizeof(Py_ssize_t))
     if dims == NULL:
         raise MemoryError()
@@ -67,15 +69,18 @@ cdef int fill_buffer(Tensor t, Py_buffer* view, int flags) except -1:
     view.readonly = 1 if t.flags & DL_READ_ONLY else 0
     view.ndim = n
     view.format = format if flags & PyBUF_FORMAT else NULL
-    view.shape = dims if flags & PyBUF_ND else NULL
-    view.strides = dims + n if flags & PyBUF_STRIDES == PyBUF_STRIDES else NULL
+    view.shape = dims if flags & PyBUF_ND and n else NULL        # PEP 3118: NULL where there is nothing to say
+    view.strides = dims + n if flags & PyBUF_STRIDES == PyBUF_STRIDES and n else NULL
     view.suboffsets = NULL
     view.obj = t
     return 0
 
 
 cdef object as_array(Tensor t, dtype, copy):
-    array = array_of_tensor(lend(t, None))
+    t = lend(t, None)
+    if t.stream != STREAM_NONE:
+        finish_for_host(&t.dl, t.stream)
+    array = array_of_tensor(t)
     if dtype is not None and np.dtype(dtype) != array.dtype:
         if copy is False:
             raise ValueError(f"dtype {np.dtype(dtype)} was asked for and the tensor has {array.dtype}: only a copy has it")
@@ -106,22 +111,41 @@ cdef object cuda_array_interface(Tensor t):
     if t.dl.device.device_type not in (kDLCUDA, kDLCUDAManaged) or format_of(t.dl.dtype) == NULL:
         raise AttributeError(f"__cuda_array_interface__ cannot describe {dtype_of(t.dl.dtype)} on {device_of(t.dl.device)}")
     interface = interface_of(t)
+    if is_empty(t.dl.ndim, t.dl.shape):
+        interface["data"] = (0, interface["data"][1])
     # Version 3 forbids 0 and reads None as "no synchronisation needed"
     interface["stream"] = t.stream if t.stream > 0 else None
     return interface
 
 
-cdef Tensor pack(DLTensor* t, uint64_t flags):
+cdef int finish_for_host(DLTensor* d, int64_t stream) except -1:
+    """Managed memory is read by the host once the stream that wrote it has finished."""
+    if not host_accessible(d.device.device_type):
+        return 0
+    if _cuda_ops is None:
+        raise ExchangeError(f"work on stream {stream:#x} of {device_of(d.device)} must be finished before the host reads, "
+                            "and interop has no driver here to wait for it", "synchronise, and take it with stream=-1")
+    _cuda_ops.synchronize(d.device.device_id, stream)
+    return 0
+
+
+cdef int check_packable(DLTensor* t, uint64_t flags) except -1:
+    if not host_accessible(t.device.device_type):
+        raise ExchangeError(f"interop copies memory on {device_of(t.device)} only to another place",
+                            "interop.to(x, 'cpu') copies it to the host where an adapter can; or let its own framework copy it")
+    if is_packed(t.dtype, flags) and not is_compact(t.ndim, t.shape, t.strides, False):
+        raise ExchangeError(f"dtype {dtype_of(t.dtype)} with strides: elements that share bytes are only copied whole")
+    return 0
+
+
+cdef Tensor pack(DLTensor* t, uint64_t flags, int64_t alignment=HOST_ALIGNMENT):
     """A compact row-major copy in fresh host memory, aligned to 64 bytes; marked copied, writable. NumPy moves the bytes."""
     cdef Tensor out = blank_tensor()
     cdef uint64_t keep = flags & DL_SUBBYTE_PADDED
     cdef int64_t size
-    if not host_accessible(t.device.device_type):
-        raise ExchangeError(f"interop has no way to copy memory on {device_of(t.device)} yet",
-                            "let its own framework copy it first")
-    if is_packed(t.dtype, flags) and not is_compact(t.ndim, t.shape, t.strides, False):
-        raise ExchangeError(f"dtype {dtype_of(t.dtype)} with strides: elements that share bytes are only copied whole")
-    cdef Block* b = allocate_block(t.dtype, t.ndim, t.shape, keep)
+    cdef Block* b
+    check_packable(t, flags)
+    b = allocate_block(t.dtype, t.ndim, t.shape, keep, alignment)
     if b == NULL:
         raise MemoryError(f"{bytes_of(t.dtype, count(t.ndim, t.shape), keep)} bytes of host memory")
     adopt(out, &b.v)

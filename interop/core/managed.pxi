@@ -89,8 +89,15 @@ cdef Block* blank_block(int ndim) noexcept nogil:
     return b
 
 
+cdef int check_room(const DLTensor* t) except -1:
+    if t.ndim == MAX_NDIM and expands(t.dtype):
+        raise ExchangeError(f"ndim {t.ndim} and one more for the lanes: {MAX_NDIM} is the most")
+    return 0
+
+
 cdef Block* export_block(const DLTensor* t, uint64_t flags, PyObject* owner) except NULL:
     """An owned versioned export of `t`, holding a new reference to `owner`."""
+    check_room(t)
     cdef Block* b = blank_block(t.ndim + 1)
     if b == NULL:
         raise MemoryError()
@@ -102,6 +109,7 @@ cdef Block* export_block(const DLTensor* t, uint64_t flags, PyObject* owner) exc
 
 
 cdef LegacyBlock* export_legacy(const DLTensor* t, PyObject* owner) except NULL:
+    check_room(t)
     cdef LegacyBlock* b = <LegacyBlock*>malloc(sizeof(LegacyBlock) + 2 * (<size_t>t.ndim + 1) * sizeof(int64_t))
     if b == NULL:
         raise MemoryError()

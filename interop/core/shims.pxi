@@ -66,6 +66,13 @@ cdef extern from *:
         PyObject **list = (PyObject **)((char *)o + Py_TYPE(o)->tp_weaklistoffset);
         if (*list) PyObject_ClearWeakRefs(o);
     }
+    typedef int (*interop_visit)(PyObject *, void *);
+    static inline void interop_set_slots(PyObject *type, int (*traverse)(PyObject *, interop_visit, void *),
+                                         PyObject *(*make)(PyTypeObject *, PyObject *, PyObject *)) {
+        if (traverse) ((PyTypeObject *)type)->tp_traverse = (traverseproc)traverse;
+        ((PyTypeObject *)type)->tp_new = make;
+    }
+    static inline PyObject *interop_exporter(Py_buffer *view) { return view->obj; }
     static inline void interop_free_object(PyObject *o) { Py_TYPE(o)->tp_free(o); }
     static inline PyObject *interop_revive(PyObject *o, PyTypeObject *tp) { return PyObject_Init(o, tp); }
     static inline void interop_set_dealloc(PyObject *type, void (*f)(PyObject *)) { ((PyTypeObject *)type)->tp_dealloc = f; }
@@ -85,6 +92,10 @@ cdef extern from *:
     ctypedef object (*interop_unary)(PyObject*, void*)
     interop_unary interop_c_getter(PyObject*, void**)
     int INTEROP_REUSE
+    ctypedef int (*visit_function "interop_visit")(PyObject*, void*) noexcept
+    void interop_set_slots(object, int (*)(PyObject*, visit_function, void*) noexcept,
+                           PyObject* (*)(PyTypeObject*, PyObject*, PyObject*) except NULL)
+    PyObject* interop_exporter(Py_buffer*) noexcept
     void interop_clear_weakrefs(PyObject*) noexcept
     object interop_revive(PyObject*, PyTypeObject*)
     void interop_set_dealloc(object, void (*)(PyObject*) noexcept)

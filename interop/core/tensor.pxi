@@ -240,7 +240,34 @@ cdef class Tensor:
     def __rsub__(self, other): return no_arithmetic()
     def __rmul__(self, other): return no_arithmetic()
     def __rtruediv__(self, other): return no_arithmetic()
+    def __rfloordiv__(self, other): return no_arithmetic()
+    def __rmod__(self, other): return no_arithmetic()
+    def __rmatmul__(self, other): return no_arithmetic()
+    def __pow__(self, other, modulo): return no_arithmetic()
+    def __rpow__(self, other, modulo): return no_arithmetic()
+    def __divmod__(self, other): return no_arithmetic()
+    def __and__(self, other): return no_arithmetic()
+    def __or__(self, other): return no_arithmetic()
+    def __xor__(self, other): return no_arithmetic()
+    def __lshift__(self, other): return no_arithmetic()
+    def __rshift__(self, other): return no_arithmetic()
     def __neg__(self): return no_arithmetic()
+    def __pos__(self): return no_arithmetic()
+    def __invert__(self): return no_arithmetic()
+    def __abs__(self): return no_arithmetic()
+    # int() and float() would otherwise read the buffer as text
+    def __int__(self): return no_arithmetic()
+    def __float__(self): return no_arithmetic()
+    def __complex__(self): return no_arithmetic()
+    def __round__(self, ndigits=None): return no_arithmetic()
+    def __contains__(self, value): return no_arithmetic()
+    def __lt__(self, other): return no_arithmetic()
+    def __le__(self, other): return no_arithmetic()
+    def __gt__(self, other): return no_arithmetic()
+    def __ge__(self, other): return no_arithmetic()
+
+    def __setitem__(self, key, value):
+        raise TypeError("a Tensor is not written to: interop.copyto(t[key], x) copies, interop.to(t, 'numpy')[key] = x computes")
 
 
 cdef class _ObjectTensor(Tensor):
@@ -251,10 +278,22 @@ cdef class _ObjectTensor(Tensor):
 @cython.no_gc_clear              # the view is released when the tensor goes, not while something still reads through it
 cdef class _BufferTensor(Tensor):
     # Over a buffer that is held open until the tensor goes.
+    cdef object _                # nothing: makes Cython give the type a collector, which traverse_buffer then is
     cdef Py_buffer view
 
     def __dealloc__(self):
         PyBuffer_Release(&self.view)
+
+
+cdef int traverse_buffer(PyObject* o, visit_function visit, void* arg) noexcept:
+    # tp_traverse of _BufferTensor: an object that holds a tensor over its own buffer must be found.
+    cdef PyObject* exporter = interop_exporter(&(<_BufferTensor>o).view)
+    return visit(exporter, arg) if exporter != NULL else 0
+
+
+cdef PyObject* refuse_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) except NULL:
+    # tp_new as Python sees it; the core makes tensors by blank_tensor.
+    raise TypeError("a Tensor is a view of memory that exists: make one with interop.as_tensor(x)")
 
 
 # ---- making and dropping, without the detours of generated code: this is most of what a conversion costs ----
@@ -361,6 +400,10 @@ cdef inline PyObject* take_keep(PyObject* o) noexcept:
 (<PyTypeObject*>DType).tp_name = b"interop.DType"
 (<PyTypeObject*>Device).tp_name = b"interop.Device"
 
+interop_set_slots(Tensor, NULL, refuse_new)
+interop_set_slots(_ObjectTensor, NULL, refuse_new)
+interop_set_slots(_BufferTensor, traverse_buffer, refuse_new)
+
 interop_set_dealloc(Tensor, drop_tensor)
 interop_set_dealloc(_ObjectTensor, drop_object_tensor)
 
@@ -460,6 +503,10 @@ cdef int take_tensor(Tensor t, DLTensor* d, uint64_t flags) except -1:
     t.dl.shape = NULL
     take_dims(t, d.ndim, d.shape, d.strides)
     t.flags = flags | overlap_flag(d.ndim, t.dl.shape, t.dl.strides)
+    if d.dtype.bits >= 8:
+        t.flags &= ~<uint64_t>DL_SUBBYTE_PADDED      # says nothing of whole bytes
+    if d.device.device_type == kDLCPU:
+        t.dl.device.device_id = 0
     t.stream = STREAM_NONE
     return 0
 

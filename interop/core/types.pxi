@@ -42,6 +42,7 @@ cdef class Target:
     cdef DLPackExchangeAPI* table
     cdef object adapter          # contract.Adapter, for TO_TABLE too
     cdef object call
+    cdef object cls              # the class whose from_dlpack `call` is
     cdef object make             # adapter.from_tensor, bound once
     cdef Device place            # a place target: crossing to it has been asked for
     cdef object native_place     # the framework's own object for it
@@ -58,11 +59,14 @@ cdef class Target:
         self.kind = kind
         self.adapter = adapter
         self.call = call
+        self.cls = getattr(call, "__self__", None) if kind == TO_CALL and isinstance(getattr(call, "__self__", None), type) else None
         self.make = None if adapter is None else adapter.from_tensor
         self.place = place
         self.native_place = native_place
         self.holds_readonly = self.writable = self.negative = self.strided = True
         self.alignment = 1
+        if kind == TO_CALL:
+            self.holds_readonly = False      # whether its import keeps the flag, nobody knows: read-only memory takes a promise or a copy
         if limits is not None:
             self.holds_readonly = limits.readonly
             self.writable = limits.writable
@@ -79,9 +83,12 @@ cdef class TypeRecord:
     cdef str framework           # name of the adapter that the type belongs to, or None
     cdef bint exact              # whether an object of it is returned as it is when its framework is the target
     cdef int refuses
+    cdef bint immutable          # nobody writes to objects of this type
+    cdef tuple refusal           # (reason, remedy) why no object of it can be read
     cdef int n_guards
     cdef GuardSlot guards[MAX_GUARDS]
     cdef tuple guard_objects
+    cdef bint fallback_guards    # all of them are for the fallback of the buffer protocol
 
 
 # ---- the cache ----
@@ -157,18 +164,30 @@ cdef dict _targets = {}          # what the user names a target by -> Target
 _resolve_target = None           # registry.resolve
 
 
-def set_registry(dict by_type_name, dict by_name, resolve):
+def set_registry(dict by_type_name, dict by_name, resolve, find_plugins):
     """`registry` owns these tables; the core reads them."""
-    global _by_type_name, _by_name, _resolve_target
-    _by_type_name, _by_name, _resolve_target = by_type_name, by_name, resolve
+    global _by_type_name, _by_name, _resolve_target, _find_plugins
+    _by_type_name, _by_name, _resolve_target, _find_plugins = by_type_name, by_name, resolve, find_plugins
 
 
 cdef adapter_for(cls):
+    found = registered_for(cls)
+    if found is None and _find_plugins is not None and cls.__module__.partition(".")[0] not in _NO_PLUGINS and _find_plugins():
+        found = registered_for(cls)
+    return found
+
+
+cdef registered_for(cls):
     for base in cls.__mro__:
         found = _by_type_name.get(f"{base.__module__}.{base.__qualname__}")
         if found is not None:
             return found
     return None
+
+
+# Types of these are not looked for among the plug-ins, which costs an import of each
+cdef frozenset _NO_PLUGINS = frozenset(("builtins", "numpy", "array", "mmap", "ctypes", "_ctypes", "interop"))
+_find_plugins = None             # registry.load_plugins: True where it loaded any
 
 
 cdef TypeRecord describe_type(cls):
@@ -189,16 +208,23 @@ cdef TypeRecord describe_type(cls):
         return r
     adapter = adapter_for(cls)
     dlpack = find_on_type(cls, "__dlpack__")
+    if issubclass(cls, np.generic):
+        # a datetime or a string would pass as bytes
+        try:
+            _dtypes.from_numpy(np.dtype(cls))
+        except (TypeError, ValueError) as e:
+            r.refusal = (str(e), "convert it to a number type")
     if adapter is not None:
         r.adapter = adapter
         r.framework = adapter.name
         r.exact = own = f"{cls.__module__}.{cls.__qualname__}" in adapter.exact
+        r.immutable = not adapter.accepts.writable
         r.guard_objects = tuple(adapter.guards)
         bind_guards(r, cls)
         if adapter.reads == "adapter":
             r.source = SRC_ADAPTER
             return r
-        if adapter.reads == "buffer":
+        if adapter.reads == "buffer" and PyType_HasBuffer(cls):
             r.source = SRC_BUFFER
             return r
         if adapter.reads == "table" and own:
@@ -248,14 +274,16 @@ cdef DLPackExchangeAPI* table_on(cls) except? NULL:
     """The exchange table on a type, of a major version that we read, or NULL. Older ones hang behind newer ones as prev_api."""
     cdef DLPackExchangeAPIHeader* h
     cdef DLPackExchangeAPI* api
+    cdef int steps = 0
     capsule = find_on_type(cls, "__dlpack_c_exchange_api__")
     if capsule is None or not PyCapsule_IsValid(capsule, b"dlpack_exchange_api"):
         return NULL              # also the int of DLPack 1.2: not taken without being asked (field report B94)
     h = <DLPackExchangeAPIHeader*>PyCapsule_GetPointer(capsule, b"dlpack_exchange_api")
-    while h != NULL and h.version.major != DLPACK_MAJOR:
+    while h != NULL and h.version.major != DLPACK_MAJOR and steps < 64:      # a chain that bites its tail ends too
         h = h.prev_api
+        steps += 1
     api = <DLPackExchangeAPI*>h
-    if api == NULL or api.managed_tensor_from_py_object_no_sync == NULL or api.managed_tensor_to_py_object_no_sync == NULL \
+    if steps == 64 or api == NULL or api.managed_tensor_from_py_object_no_sync == NULL or api.managed_tensor_to_py_object_no_sync == NULL \
             or api.current_work_stream == NULL:
         return NULL
     return api
@@ -267,6 +295,7 @@ cdef bind_guards(TypeRecord r, cls):
     if len(r.guard_objects) > MAX_GUARDS:
         raise ValueError(f"adapter {r.framework}: at most {MAX_GUARDS} guards")
     r.n_guards = len(r.guard_objects)
+    r.fallback_guards = all([g.fallback_only for g in r.guard_objects])
     for i in range(r.n_guards):
         guard = r.guard_objects[i]
         descr = find_on_type(cls, guard.attribute)

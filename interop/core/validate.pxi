@@ -72,15 +72,36 @@ cdef int check_extent(DLDataType d, int32_t ndim, const int64_t* shape, const in
 
 
 cdef int check_data(DLTensor* t) except -1:
+    # After check_extent: the distances below fit in 60 bits.
     cdef uint64_t where
+    cdef int64_t low, high
+    cdef int64_t* strides
+    cdef int i
     if t.byte_offset >> 63:
         raise ExchangeError(f"byte_offset {t.byte_offset}: a wrapped negative number")
     if t.data == NULL and not is_empty(t.ndim, t.shape):
         raise ExchangeError("data is NULL and the tensor is not empty")
-    if addressable(t.device.device_type):
-        where = <uint64_t><uintptr_t>t.data
-        if where + t.byte_offset < where:
-            raise ExchangeError(f"data {where:#x} + byte_offset {t.byte_offset} runs past the address space")
+    if is_empty(t.ndim, t.shape):
+        return 0
+    # The first and the last byte exist: as addresses, or within the 63 bits of an offset into a handle
+    low = t.byte_offset
+    high = t.byte_offset
+    strides = t.strides
+    for i in range(t.ndim if strides != NULL else 0):
+        if strides[i] < 0:
+            low += (t.shape[i] - 1) * strides[i] * t.dtype.bits * t.dtype.lanes // 8
+        else:
+            high += (t.shape[i] - 1) * strides[i] * t.dtype.bits * t.dtype.lanes // 8
+    if strides == NULL:
+        high += bytes_of(t.dtype, count(t.ndim, t.shape), 0) - 1
+    else:
+        high += bytes_of(t.dtype, 1, 0) - 1
+    where = <uint64_t><uintptr_t>t.data if addressable(t.device.device_type) else 0
+    if low < -<int64_t>(where if where < <uint64_t>1 << 63 else (<uint64_t>1 << 63) - 1) or high < 0 \
+            or (where + <uint64_t>high < where) or (where == 0 and high < 0):
+        raise ExchangeError(f"data {where:#x} with byte_offset {t.byte_offset} and strides that reach from byte {low} to {high}: "
+                            "outside the address space" if where else
+                            f"byte_offset {t.byte_offset} with strides that reach from byte {low} to {high} of a handle")
     return 0
 
 
@@ -97,7 +118,7 @@ cdef inline bint plainly_fine(DLTensor* t) noexcept nogil:
             step = t.strides[i]
             seen |= <uint64_t>(step if step >= 0 else -step)
     # (2**13)**4 elements of at most 2**12 bits, 255 * 16, or 4 steps of 2**26 elements: far from 2**63
-    return seen < 1 << 13 and t.dtype.lanes <= 16 and <uint64_t><uintptr_t>t.data >> 48 == 0
+    return seen < 1 << 13 and t.dtype.lanes <= 16 and 0 < <uint64_t><uintptr_t>t.data >> 32 < 1 << 16
 
 
 cdef int check_tensor(DLTensor* t) except -1:

@@ -213,6 +213,8 @@ cdef bint has_streams(int32_t t) noexcept nogil:
 
 
 cdef Device device_of(DLDevice d):
+    if d.device_type == kDLCPU:
+        d.device_id = 0          # there is one, whatever a producer wrote
     key = (d.device_type, d.device_id)
     cdef PyObject* found = PyDict_GetItemWithError(_DEVICES, key)
     if found != NULL:

@@ -23,7 +23,7 @@ cdef int shift_view(Tensor t, int64_t elements) except -1:
 cdef Tensor index_view(Tensor base, key):
     cdef int64_t shape[MAX_NDIM]
     cdef int64_t strides[MAX_NDIM]
-    cdef int64_t start, stop, step, n, offset = 0, extent
+    cdef int64_t start, step, n, offset = 0, extent
     cdef int axis = 0, out = 0, given = 0, i
     cdef bint expanded = False
     cdef Tensor t
@@ -55,18 +55,20 @@ cdef Tensor index_view(Tensor base, key):
             continue
         extent = base.dl.shape[axis]
         if isinstance(k, slice):
-            start, stop, step = k.indices(extent)
-            n = len(range(start, stop, step))
+            first, last, by = k.indices(extent)
+            n = len(range(first, last, by))
+            start = first if n else 0
+            step = by if n > 1 else 1        # a step that is never taken may be of any size
             if out >= MAX_NDIM:
                 raise IndexError(f"more than {MAX_NDIM} dimensions")
             shape[out] = n
-            # one element or none: the step never applies, and a huge one must not overflow
-            strides[out] = base.dl.strides[axis] * step if n > 1 else base.dl.strides[axis]
+            strides[out] = base.dl.strides[axis] * step
             if n:
                 offset += start * base.dl.strides[axis]
             out += 1
         else:
-            if isinstance(k, bool) or not hasattr(type(k), "__index__") or (getattr(k, "shape", ()) != ()):
+            if isinstance(k, bool) or not hasattr(type(k), "__index__") or getattr(k, "shape", ()) != () \
+                    or str(getattr(k, "dtype", "")).endswith("bool"):
                 raise TypeError(f"index {k!r}: a view is made by integers, slices, '...' and None; "
                                 "interop.to(t, 'numpy') has the rest")
             i_ = _index(k)
@@ -173,7 +175,8 @@ cdef Tensor reshape_view(Tensor base, wanted):
 
 
 cdef Tensor dtype_view(Tensor base, DType dtype):
-    cdef int64_t old = element_bits(base.dl.dtype, base.flags), new = element_bits(dtype.dl, 0), ratio
+    cdef int64_t old = element_bits(base.dl.dtype, base.flags), new = element_bits(dtype.dl, 0), bits
+    cdef bint empty
     cdef uint64_t flags = base.flags & ~<uint64_t>DL_SUBBYTE_PADDED
     cdef int64_t shape[MAX_NDIM]
     cdef int64_t strides[MAX_NDIM]
@@ -186,28 +189,25 @@ cdef Tensor dtype_view(Tensor base, DType dtype):
     if old != new:
         if n == 0:
             raise ValueError(f"a 0-dimensional {dtype_of(base.dl.dtype)} has no view as {dtype}: the sizes differ")
-        if shape[n - 1] > 1 and strides[n - 1] != 1:
+        empty = is_empty(n, shape)
+        if not empty and shape[n - 1] > 1 and strides[n - 1] != 1:
             raise ExchangeError(f"stride {strides[n - 1]} of the last dimension: a view as {dtype}, of another size, needs 1")
-        if old > new:
-            if old % new:
-                raise ValueError(f"{dtype_of(base.dl.dtype)} does not divide into {dtype}")
-            ratio = old // new
-            if mul_overflow(shape[n - 1], ratio, &shape[n - 1]):
-                raise ValueError("the view would have too many elements")
-            for i in range(n - 1):
-                strides[i] *= ratio
-        else:
-            if new % old or shape[n - 1] % (new // old):
-                raise ValueError(f"the last dimension, {shape[n - 1]} of {dtype_of(base.dl.dtype)}, does not divide into {dtype}")
-            ratio = new // old
-            shape[n - 1] //= ratio
-            for i in range(n - 1):
-                if shape[i] > 1 and strides[i] % ratio:
-                    raise ExchangeError(f"stride {strides[i]} of dimension {i} does not divide by {ratio}: no view as {dtype}")
-                strides[i] //= ratio
+        if mul_overflow(shape[n - 1], old, &bits):
+            raise ValueError("the view would have too many elements")
+        if bits % new:
+            raise ValueError(f"the last dimension, {shape[n - 1]} of {dtype_of(base.dl.dtype)}, does not divide into {dtype}")
+        shape[n - 1] = bits // new
+        for i in range(n - 1):
+            if mul_overflow(strides[i], old, &bits):
+                raise ValueError("the view would reach too far")
+            if bits % new and shape[i] > 1 and not empty:
+                raise ExchangeError(f"stride {strides[i]} of dimension {i} does not fall on whole elements of {dtype}: no such view")
+            strides[i] = bits // new
         strides[n - 1] = 1
+        if is_empty(n, shape):
+            compact_strides(n, shape, strides)
     unit = component_bytes(dtype.dl)
-    if addressable(base.dl.device.device_type) and (<uintptr_t>base.dl.data + base.dl.byte_offset) % unit:
+    if addressable(base.dl.device.device_type) and (<uintptr_t>base.dl.data + base.dl.byte_offset) % unit and not is_empty(n, shape):
         raise ExchangeError(f"address {base.ptr:#x} is not a multiple of {unit} bytes, which {dtype} needs",
                             "copy first: interop.as_tensor(t, copy=True)")
     t = like_view(base)
