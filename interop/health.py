@@ -46,8 +46,7 @@ def _row(module: str, purpose: str, install: str) -> list[str]:
 
 
 def _remedy(name: str) -> str:
-    adapter = registry._by_name[name]
-    return _INSTALL.get(name) or f"pip install {adapter.requires or adapter.module or name}"
+    return _INSTALL.get(name) or f"pip install {registry.requirement(name)}"
 
 
 def version(module: str, owners: Mapping[str, Sequence[str]] | None = None) -> str | None:

@@ -6,7 +6,7 @@ no framework by name.
 
 from __future__ import annotations
 
-import asyncio
+import sys
 import threading
 import time
 import weakref
@@ -143,6 +143,8 @@ class Lease:
 
     async def __aenter__(self) -> Any:
         """The value; the event loop goes on while it is waited for."""
+        import asyncio  # heavy, and whoever is here has it already
+
         if self._timeout is not None:
             await self._enter_later()
         if self._make is not None:
@@ -159,6 +161,8 @@ class Lease:
         return self.__enter__()
 
     async def _enter_later(self) -> None:
+        import asyncio
+
         seconds, enter = self._timeout or (0.0, lambda: None)
         self._timeout = None
         end = time.monotonic() + seconds
@@ -177,6 +181,8 @@ class Lease:
         if self._end is None:
             self.__exit__(kind, error, trace)
         else:
+            import asyncio
+
             await asyncio.to_thread(self.__exit__, kind, error, trace)
 
     def __del__(self) -> None:
@@ -266,6 +272,9 @@ def map_tensor(t: Any, access: str, copy: bool | None, timeout: float | None) ->
 
 
 def _in_event_loop() -> bool:
+    asyncio = sys.modules.get("asyncio")
+    if asyncio is None:
+        return False
     try:
         asyncio.get_running_loop()
     except RuntimeError:

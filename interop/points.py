@@ -5,7 +5,6 @@ Knows no framework and no adapter by name: an adapter is asked through its contr
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -86,6 +85,8 @@ class Point:
     def __await__(self) -> Generator[Any, None, None]:
         """``await point``: the event loop goes on meanwhile."""
         if not self._poll():
+            import asyncio  # heavy, and whoever awaits has it already
+
             loop = asyncio.get_running_loop()
             future: asyncio.Future[None] = loop.create_future()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Callable
@@ -178,7 +179,7 @@ def test_negative_device_numbers(device: int, number: int) -> None:
 def test_every_known_device_is_kept_as_it_is(device: int) -> None:
     """SPEC X-DEV-5"""
     for way in list(WAYS.values())[:7]:
-        assert way(Forged(device=(device, 7))).device == (device, 7)
+        assert way(Forged(device=(device, 7))).device == known((device, 7))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (2, 3)], ids=str)
@@ -269,6 +270,11 @@ def tensors(draw: Any) -> Forged:
                   version=(1, draw(st.integers(0, 5))), flags=draw(st.integers(0, 15)))  # fmt: skip
 
 
+def known(device: tuple[int, int]) -> tuple[int, int]:
+    """There is one CPU, whatever number a producer gives it."""
+    return (1, 0) if device[0] == 1 else device
+
+
 def reach(shape: Any, strides: Any) -> tuple[int, int]:
     """The lowest and the highest element, counted from the first."""
     far = [(n - 1) * s for n, s in zip(shape, strides, strict=True)] if 0 not in shape else []
@@ -290,7 +296,10 @@ def allowed(f: Forged) -> bool | None:
         return True if full else None
     low, high = reach(shape, it.compact_strides(shape) if f.strides is None else f.strides)
     width = bits * lanes
-    return f.data != 0 and full and low * width >= -(2**63) and high * width < 2**63
+    if not (f.data != 0 and full and low * width >= -(2**63) and high * width < 2**63):
+        return False
+    first = f.byte_offset + (f.data if kind in ADDRESSABLE else 0)
+    return first + (low * width >> 3) >= 0 and first + (high * width + width - 1 >> 3) < (2**64 if kind in ADDRESSABLE else 2**63)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -305,7 +314,8 @@ def test_what_is_accepted_is_what_the_rules_allow(forged: Forged) -> None:
         assert forged.deletions == (1,)
         return
     assert expected is not False
-    assert (t.shape, t.device, t.ndim, t.size) == (forged.shape, forged.device, forged.ndim, math.prod(forged.shape or ()))
+    assert (t.shape, t.ndim, t.size) == (forged.shape, forged.ndim, math.prod(forged.shape or ()))
+    assert t.device == known(forged.device)
     assert (t.dtype.code, t.dtype.bits, t.dtype.lanes) == forged.dtype
     _, bits, lanes = forged.dtype
     padded = bits < 8 and forged.flags & it.SUBBYTE_PADDED
@@ -366,7 +376,7 @@ def test_what_leaves_is_what_came(forged: Forged, max_version: Any) -> None:
     lanes = forged.dtype[2] if forged.dtype[1] >= 8 else 1
     extra = (lanes,) if lanes > 1 else ()
     shape = (*t.shape, *extra)
-    assert (capsule.shape, capsule.device, capsule.dtype[:2]) == (shape, forged.device, forged.dtype[:2])
+    assert (capsule.shape, capsule.device, capsule.dtype[:2]) == (shape, known(forged.device), forged.dtype[:2])
     expected = [n and s * lanes for n, s in zip(t.shape, t.strides, strict=True)] + [1] * len(extra)
     assert capsule.strides is not None or not shape
     assert 0 in shape or all(a == b for a, b, n in zip(capsule.strides or (), expected, shape, strict=True) if n > 1)
@@ -403,6 +413,7 @@ def test_random_bytes_never_crash(raw: bytes, numbers: list[int], ndim: int, lik
     else:
         assert repr(t) and t.nbytes >= 0 and t.size >= 0
         if t.device.type in HOST:
-            assert interop.to(t, "numpy").shape == t.shape
+            with contextlib.suppress(ExchangeError):     # a dtype that NumPy lacks
+                assert interop.to(t, "numpy").shape == t.shape
         del t
     assert len(forged.deleter_threads) == 1

@@ -344,7 +344,7 @@ def test_a_map_that_fails_leaves_no_lease(driver: toy.Driver) -> None:
             t.map("read_write").value       # noqa: B018
         t.map("write").release()
         gc.collect()
-        assert driver.maps == 0
+        assert c.maps == 0
 
 
 def test_misaligned_memory_is_not_written_to_a_copy() -> None:

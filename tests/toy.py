@@ -77,10 +77,6 @@ class Driver:
     def handles(self) -> int:
         return len(self.blocks)
 
-    @property
-    def maps(self) -> int:
-        return sum(b.maps for b in self.blocks.values())
-
     def check(self, handles: int = 0) -> None:
         """Nothing leaked beyond the handles that there were, nothing illegal happened."""
         assert not self.violations, self.violations
@@ -288,6 +284,11 @@ class Context(interop.Context):
         driver.enter("close_context")
         if self.queue.work:
             driver.violate("close_context: its queue has work")
+
+    @property
+    def maps(self) -> int:
+        """How many maps of this context are open."""
+        return sum(b.maps for (owner, _), b in driver.blocks.items() if owner == id(self))
 
     # -- host windows
     def map(self, handle: int) -> int:

@@ -157,7 +157,9 @@ cdef object promised_device(x):
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{type(x).__name__}.__dlpack_device__ returned {pair!r}: it must be a pair (type, id)")
     kind, number = pair
-    return get_device((kind, 0 if number is None else number))
+    if number is None and _index(kind) == kDLCPU:
+        return _CPU
+    return get_device((kind, number))
 
 
 cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):

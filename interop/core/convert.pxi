@@ -31,8 +31,8 @@ cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream):
         return read_as_is(<PyObject*>x, r)
     if source == SRC_NDARRAY_KIN:
         return tensor_of_array_subclass(x)
-    if r.refusal is not None:
-        raise ExchangeError(*r.refusal)
+    if r.refused_scalar:
+        raise ExchangeError(f"NumPy dtype {x.dtype} has no DLPack equivalent", "convert it to a number type")
     if r.n_guards and not (source == SRC_BUFFER and r.fallback_guards):
         check_guards(r, <PyObject*>x, -1)
     if r.immutable:

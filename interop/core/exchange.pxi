@@ -55,6 +55,9 @@ cdef int table_borrow(void* x, DLTensor* out) except -1:
     if addressable(t.dl.device.device_type):
         out.data = <char*>t.dl.data + t.dl.byte_offset if not is_empty(t.dl.ndim, t.dl.shape) else NULL
         out.byte_offset = 0
+    if not canonical(&t.dl):
+        raise ExchangeError(f"strides {t.strides} of extents that make them irrelevant leave as canonical ones, which a borrowed DLTensor "
+                            "has no room for", "take it with managed_tensor_from_py_object_no_sync")
     if expands(t.dl.dtype):
         raise ExchangeError("a vector type leaves with an axis more, which a borrowed DLTensor has no room for",
                             "take it with managed_tensor_from_py_object_no_sync")

@@ -74,6 +74,28 @@ cdef void fill_export(DLTensor* to, const DLTensor* t, int64_t* dims) noexcept n
         to.byte_offset = 0
 
 
+cdef bint canonical(const DLTensor* t) noexcept nogil:
+    # Whether fill_export would leave the strides as they are.
+    cdef int i
+    if is_empty(t.ndim, t.shape):
+        return is_compact_exactly(t)
+    for i in range(t.ndim):
+        if t.shape[i] == 1 and t.strides[i] != (1 if i == t.ndim - 1 else t.shape[i + 1] * t.strides[i + 1]):
+            return False
+    return True
+
+
+cdef bint is_compact_exactly(const DLTensor* t) noexcept nogil:
+    cdef int64_t step = 1
+    cdef int i
+    for i in range(t.ndim - 1, -1, -1):
+        if t.strides[i] != step:
+            return False
+        if t.shape[i] > 1:
+            step *= t.shape[i]
+    return True
+
+
 cdef Block* blank_block(int ndim) noexcept nogil:
     cdef Block* b = <Block*>malloc(sizeof(Block) + 2 * <size_t>ndim * sizeof(int64_t))
     if b == NULL:

@@ -251,6 +251,12 @@ cdef class Tensor:
     def __xor__(self, other): return no_arithmetic()
     def __lshift__(self, other): return no_arithmetic()
     def __rshift__(self, other): return no_arithmetic()
+    def __rdivmod__(self, other): return no_arithmetic()
+    def __rand__(self, other): return no_arithmetic()
+    def __ror__(self, other): return no_arithmetic()
+    def __rxor__(self, other): return no_arithmetic()
+    def __rlshift__(self, other): return no_arithmetic()
+    def __rrshift__(self, other): return no_arithmetic()
     def __neg__(self): return no_arithmetic()
     def __pos__(self): return no_arithmetic()
     def __invert__(self): return no_arithmetic()
@@ -265,6 +271,12 @@ cdef class Tensor:
     def __le__(self, other): return no_arithmetic()
     def __gt__(self, other): return no_arithmetic()
     def __ge__(self, other): return no_arithmetic()
+
+    def __eq__(self, other):
+        return True if self is other else NotImplemented
+
+    def __hash__(self):
+        return <Py_hash_t>(<uintptr_t><PyObject*>self >> 4)
 
     def __setitem__(self, key, value):
         raise TypeError("a Tensor is not written to: interop.copyto(t[key], x) copies, interop.to(t, 'numpy')[key] = x computes")

@@ -84,7 +84,7 @@ cdef class TypeRecord:
     cdef bint exact              # whether an object of it is returned as it is when its framework is the target
     cdef int refuses
     cdef bint immutable          # nobody writes to objects of this type
-    cdef tuple refusal           # (reason, remedy) why no object of it can be read
+    cdef bint refused_scalar     # a NumPy scalar of a dtype that DLPack lacks
     cdef int n_guards
     cdef GuardSlot guards[MAX_GUARDS]
     cdef tuple guard_objects
@@ -213,7 +213,7 @@ cdef TypeRecord describe_type(cls):
         try:
             _dtypes.from_numpy(np.dtype(cls))
         except (TypeError, ValueError) as e:
-            r.refusal = (str(e), "convert it to a number type")
+            r.refused_scalar = True
     if adapter is not None:
         r.adapter = adapter
         r.framework = adapter.name

@@ -73,9 +73,8 @@ cdef int check_extent(DLDataType d, int32_t ndim, const int64_t* shape, const in
 
 cdef int check_data(DLTensor* t) except -1:
     # After check_extent: the distances below fit in 60 bits.
-    cdef uint64_t where
-    cdef int64_t low, high
-    cdef int64_t* strides
+    cdef uint64_t first, limit
+    cdef int64_t low = 0, high = 0, width = <int64_t>t.dtype.bits * t.dtype.lanes
     cdef int i
     if t.byte_offset >> 63:
         raise ExchangeError(f"byte_offset {t.byte_offset}: a wrapped negative number")
@@ -84,24 +83,23 @@ cdef int check_data(DLTensor* t) except -1:
     if is_empty(t.ndim, t.shape):
         return 0
     # The first and the last byte exist: as addresses, or within the 63 bits of an offset into a handle
-    low = t.byte_offset
-    high = t.byte_offset
-    strides = t.strides
-    for i in range(t.ndim if strides != NULL else 0):
-        if strides[i] < 0:
-            low += (t.shape[i] - 1) * strides[i] * t.dtype.bits * t.dtype.lanes // 8
-        else:
-            high += (t.shape[i] - 1) * strides[i] * t.dtype.bits * t.dtype.lanes // 8
-    if strides == NULL:
-        high += bytes_of(t.dtype, count(t.ndim, t.shape), 0) - 1
+    for i in range(t.ndim):
+        if t.strides == NULL or t.strides[i] >= 0:
+            continue
+        low += (t.shape[i] - 1) * t.strides[i]
+    if t.strides == NULL:
+        high = count(t.ndim, t.shape) - 1
     else:
-        high += bytes_of(t.dtype, 1, 0) - 1
-    where = <uint64_t><uintptr_t>t.data if addressable(t.device.device_type) else 0
-    if low < -<int64_t>(where if where < <uint64_t>1 << 63 else (<uint64_t>1 << 63) - 1) or high < 0 \
-            or (where + <uint64_t>high < where) or (where == 0 and high < 0):
-        raise ExchangeError(f"data {where:#x} with byte_offset {t.byte_offset} and strides that reach from byte {low} to {high}: "
-                            "outside the address space" if where else
-                            f"byte_offset {t.byte_offset} with strides that reach from byte {low} to {high} of a handle")
+        for i in range(t.ndim):
+            if t.strides[i] > 0:
+                high += (t.shape[i] - 1) * t.strides[i]
+    low = (low * width) >> 3
+    high = (high * width + width - 1) >> 3
+    first = t.byte_offset if not addressable(t.device.device_type) else <uint64_t><uintptr_t>t.data + t.byte_offset
+    limit = (<uint64_t>1 << 63) - 1 if not addressable(t.device.device_type) else ~<uint64_t>0
+    if addressable(t.device.device_type) and first < t.byte_offset or <uint64_t>(-low) > first or <uint64_t>high > limit - first:
+        raise ExchangeError(f"byte_offset {t.byte_offset} from {<uint64_t><uintptr_t>t.data:#x}, and strides that reach from byte {low} to "
+                            f"{high} of there: outside the address space, or of what an offset can say")
     return 0
 
 

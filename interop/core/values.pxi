@@ -237,7 +237,10 @@ cdef Device get_device(x):
     if isinstance(kind, bool) or isinstance(number, bool):
         raise TypeError(f"device {x!r}: type and id are integers")
     # enum members of other libraries (torch, jax, tvm_ffi) are integers by __index__
-    kind, number = _index(kind), _index(number)
+    try:
+        kind, number = _index(kind), _index(number)
+    except TypeError:
+        raise TypeError(f"device {x!r}: type and id are integers") from None
     if not (-2**31 <= kind < 2**31) or not known_device(kind):
         raise ValueError(f"unknown device type {kind}: DLPack 1.3 has {', '.join(map(str, _device_names.NAMES))}")
     if not 0 <= number < 2**31:
