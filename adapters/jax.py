@@ -24,7 +24,8 @@ class JaxAdapter(Adapter):
     name = "jax"
     types = ("jaxlib._jax.ArrayImpl", "jaxlib.xla_extension.ArrayImpl", "jax.jaxlib._jax.Array", "jax.Array")
     reads = "buffer"
-    accepts = Limits(readonly=True, writable=False, negative_strides=False, strided=False, alignment=_ALIGNMENT)
+    accepts = Limits(readonly=True, writable=False, negative_strides=False, strided=False, alignment=_ALIGNMENT,
+                     devices=frozenset({1, 2, 3, 10, 11}))
 
     guards = (Guard("is_deleted", "the array was deleted or donated: its memory is gone", "keep a reference that is not donated",
                     fallback_only=True),)
@@ -92,7 +93,7 @@ def _find_direct() -> tuple[Any, Any]:
     import jax
 
     try:
-        from jaxlib import _jax  # type: ignore[attr-defined]
+        from jaxlib import _jax
 
         function = _jax.dlpack_managed_tensor_to_buffer
         if "dl_device_type" not in (function.__doc__ or ""):

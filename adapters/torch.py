@@ -23,8 +23,9 @@ class TorchAdapter(Adapter):
         Guard("is_neg", "the tensor has its negative bit set: the memory holds the negated values", "use x.resolve_neg()"),
         Guard("is_conj", "the tensor has its conjugate bit set: the memory holds the conjugated values", "use x.resolve_conj()", True),
     )
-    # Read-only is ignored and negative strides abort the process (measured, torch 2.13).
-    accepts = Limits(readonly=False, negative_strides=False)
+    # Read-only is ignored and negative strides abort the process (measured, torch 2.13). Devices: of some others it makes tensors whose
+    # "pointer" is the handle; pinned memory (3, 11) it knows as the CPU's.
+    accepts = Limits(readonly=False, negative_strides=False, devices=frozenset({1, 2, 3, 8, 10, 11, 14}))
 
     def place(self, obj: Any) -> Device | None:
         """A torch.device."""

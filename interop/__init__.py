@@ -7,10 +7,10 @@ every exchange protocol. Importing this imports NumPy and nothing heavier.
 from __future__ import annotations
 
 try:
-    import _interpreters
+    import _interpreters  # type: ignore[import-not-found]     # typeshed knows neither in 3.11
 except ImportError:
     try:
-        import _xxsubinterpreters as _interpreters
+        import _xxsubinterpreters as _interpreters  # type: ignore[import-not-found]
     except ImportError:
         _interpreters = None
 if _interpreters is not None and _interpreters.get_current() != _interpreters.get_main():

@@ -106,12 +106,13 @@ class Importable:
 
 @dataclass(frozen=True)
 class Mapped:
-    """What `Adapter.map` returns: where the host sees the allocation.
+    """What `Adapter.map` returns: where the host sees the bytes that were asked for.
 
     Attributes:
-        address: of its first byte.
+        address: of the first of them.
         unmap: ends the map. Called once, from a thread of the interpreter.
-        flush: ``flush(first, nbytes)`` makes host writes visible to the device while still mapped. None: `unmap` does.
+        flush: ``flush(first, nbytes)`` makes host writes visible to the device while still mapped; counted from the start of the
+            allocation and exact: rounding to what the device can flush is the adapter's. None: `unmap` does.
         invalidate: ``invalidate(first, nbytes)`` makes device writes visible to the host. None: `map` did.
         outlives_unmap: the pages stay readable after `unmap` as long as the allocation lives, so that views only go stale.
     """
@@ -159,8 +160,8 @@ class Adapter:
     #   allocate(nbytes, *, place, alignment, shared_with) -> Allocation
     #   export_handle(allocation, kind) -> ExternalHandle
     #   import_handle(handle, *, place) -> Allocation        handle.take() once the driver has taken it
-    #   map(allocation, access) -> Mapped
-    #   copy(dst, src, stream) -> Point | None | NotImplemented     enqueue; None: done
+    #   map(allocation, access, first, nbytes) -> Mapped | NotImplemented     so many bytes from there; may come while others are mapped
+    #   copy(dst, src, stream) -> Point | None | NotImplemented     any strides; each side is the host's or its own. None: done
     #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot
     #   record(place, stream) -> Point                       when what the queue was given so far is done
     #   to_device(x, device) -> object                       the framework's own copy to another device

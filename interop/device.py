@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 #: DLDeviceType number -> the name that interop prints (DLPack 1.3; 5 and 6 are unassigned).
 NAMES: dict[int, str] = {
     1: "cpu", 2: "cuda", 3: "cuda_host", 4: "opencl", 7: "vulkan", 8: "metal", 9: "vpi", 10: "rocm", 11: "rocm_host",
@@ -13,6 +15,8 @@ NUMBERS: dict[str, int] = {name: number for number, name in NAMES.items()}
 #: Names of devices that DLPack does not know: each is kDLExtDev with a block of numbers of its own.
 EXTENSIONS: dict[str, int] = {}
 EXT_DEV = 12
+#: Asked once before a name is unknown: `registry` looks among the plug-ins.
+find_more: Callable[[], object] | None = None
 _BLOCK = 1 << 16
 
 
@@ -39,6 +43,8 @@ def spell(number: int, index: int) -> tuple[str, int]:
 def parse(text: str) -> tuple[int, int]:
     """``"cuda:1"`` -> ``(2, 1)``; the id defaults to 0. ValueError names the known devices."""
     name, colon, index = text.partition(":")
+    if not known(name) and find_more is not None:
+        find_more()
     number = NUMBERS.get(name)
     first = 0
     if number is None and name in EXTENSIONS:

@@ -83,9 +83,10 @@ def _numpy(x: Any) -> np.dtype[Any]:
     if x is None:                                                      # np.dtype(None) is float64
         raise TypeError("None is not a dtype")
     try:
-        return np.dtype(x)
+        dtype: np.dtype[Any] = np.dtype(x)
     except TypeError as e:
         raise TypeError(f"{x!r} is not a dtype: {e}") from None
+    return dtype
 
 
 def from_numpy(dtype: np.dtype[Any]) -> tuple[int, int, int]:
@@ -116,4 +117,5 @@ def to_numpy(code: int, bits: int) -> np.dtype[Any]:
     extension = getattr(ml_dtypes, name, None)
     if extension is None:
         raise LookupError(f"this ml_dtypes has no {name}; a newer one may: pip install -U ml_dtypes")
-    return np.dtype(extension)
+    dtype: np.dtype[Any] = np.dtype(extension)
+    return dtype

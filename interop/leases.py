@@ -48,15 +48,17 @@ class Lease:
         staged: whether `value` is a copy that `release` writes back.
     """
 
-    __slots__ = ("__weakref__", "_adapter", "_end", "_entry", "_lock", "_make", "_place", "_stream", "_timeout", "_value", "access",
-                 "after", "released", "staged", "tensor")
+    __slots__ = ("__weakref__", "_adapter", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream", "_timeout", "_value",
+                 "access", "after", "released", "staged", "tensor")
 
     def __init__(self, tensor: Any, access: str) -> None:
         """Made by `acquire` and ``Tensor.map``."""
-        self.tensor, self.access, self.after = tensor, access, READY
+        self.tensor, self.access = tensor, access
+        self.after: Point = READY
         self.staged = False
         self.released: Point | None = None
         self._entry = 0
+        self._generation = _core.generation()
         self._value: Any = None
         self._make: Callable[[], Any] | None = None     # what still has to be done for the value; may block
         self._end: Callable[[Point], Any] | None = None
@@ -100,25 +102,32 @@ class Lease:
         with self._lock:
             if self.released is not None:
                 return self.released
-            if self._make is not None:
-                self._abandon()      # never looked at
+            if self._generation != _core.generation():
+                self.released = READY      # the parent's: its driver, its write-back, its ledger
                 return READY
-            return self._finish(point)
+            end = points.as_point(point)   # a mistake ends nothing
+            if self._make is not None and point is None:
+                self._abandon()            # never looked at
+                return READY
+            self._make = None
+            return self._finish(end, point is None)
 
-    def _finish(self, point: Any) -> Point:
-        end: Point = READY
+    def _finish(self, end: Point, ask: bool) -> Point:
+        finish, self._end = self._end, None
         try:
-            end = points.as_point(point)
-            if point is None and self._adapter is not None and self._adapter.can("record"):
-                end = points.as_point(self._adapter.record(self._place, self._stream))
-            if self._end is not None:
-                end = points.all_of([end, points.as_point(self._end(end))])
+            try:
+                if ask and self._adapter is not None and self._adapter.can("record"):
+                    end = points.as_point(self._adapter.record(self._place, self._stream))
+            finally:
+                if finish is not None and not end.done():
+                    end = points.After(end, finish)        # the writer is still at work: write back when it has finished
+                elif finish is not None:
+                    finish(end)
         except BaseException as e:
-            end = points.Failed(e)
+            end = points.Failed(points.without_frames(e))
             raise
         finally:
             self.released = end
-            self._end = None
             if self.access != "read":
                 points.forget_writes(self.tensor)
             points.note(self.tensor, self.access, end)
@@ -187,7 +196,7 @@ class Lease:
 
     def __del__(self) -> None:
         """A lease that was forgotten ends when nobody holds it."""
-        if getattr(self, "released", READY) is None:
+        if getattr(self, "released", READY) is None and not sys.is_finalizing():
             try:
                 self.release()
             except BaseException as e:
@@ -225,8 +234,9 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
     """
     if access not in _ACCESSES:
         raise ValueError(f"access {access!r}: must be one of {', '.join(_ACCESSES)}")
+    _core.known_target(target)
     with _core.own_lease():     # only its metadata is read here
-        t = _core.as_tensor(x)
+        t = _core.view_of(x)
     if t.readonly and access != "read":
         raise ExchangeError(f"read-only memory and access {access!r}", "acquire it for 'read'")
     t.allocation.check()
@@ -284,6 +294,11 @@ def _in_event_loop() -> bool:
 
 def _enter(lease: Lease, t: Any, access: str) -> None:
     space, lo, hi = _core.byte_span(t)
+    a = t.allocation
+    if a.atom > 1 and hi > lo:
+        # what is flushed or fetched for these bytes carries their neighbours along
+        _, start, end = a.span()
+        lo, hi = start + (lo - start) // a.atom * a.atom, min(end, start - (start - hi) // a.atom * a.atom)
     hold = _Hold(f"{t.dtype}{list(t.shape)} on {t.device}", access)
     against = _AGAINST[access] if hi > lo else 0
     while True:
@@ -299,33 +314,57 @@ def _enter(lease: Lease, t: Any, access: str) -> None:
 
 def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) -> None:
     """Decide how the target gets the memory: aliased where it reaches it, else mapped, else staged; raise what is refused."""
-    read_only = lease.access == "read"
+    error = lease.after.error() if lease.after.done() else None
+    if error is not None and lease.access != "write":
+        raise _failed_write(error) from error
     adapter, place = context_of(target)
+    readonly = lease.access == "read"
     if adapter is not None and _reaches(adapter, place, t):
         # The target drives queues of its own over this very memory: a stream that was named is made to wait, else `after` says it
         lease._adapter, lease._place, lease._stream = adapter, place, stream
         if stream is not None and adapter.can("wait") and not lease.after.done() and not adapter.wait(place, stream, lease.after):
             lease.after.wait(points.HOST_TIMEOUT)
-        lease._value = t if not read_only or t.readonly else _core.as_tensor(t, readonly=True)
+        if place is None:
+            with _core.own_lease():
+                lease._value = _core.to(t, target, copy=False, readonly=readonly)
+        else:
+            lease._value = t if not readonly or t.readonly else _core.as_tensor(t, readonly=True)
         return
-    promise = True if read_only else None
-    if _core.is_host(t) and copy is not True:
+    if adapter is not None and place is not None:
+        if copy is False:
+            raise ExchangeError(f"memory on {t.device} is not that of {place!r}", "copy=None copies it there and back")
+        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage_at(t, place, lease.access), lambda s: s), now=False)
+        return
+
+    def give(view: Any) -> Any:
         with _core.own_lease():
-            try:
-                value = _core.to(t, target, copy=False, readonly=promise)
-            except ExchangeError:
-                if copy is False:
-                    raise
-            else:
-                _hand_out(lease, lambda: value)
-                return
+            return _core.to(view, target, copy=False, readonly=readonly)
+
+    if _core.is_host(t) and copy is not True:
+        try:
+            value = give(t)
+        except ExchangeError:
+            if copy is False or (lease.access != "read" and _never_writes(target)):
+                raise
+        else:
+            _hand_out(lease, lambda: value)
+            return
     owner = None if _core.is_host(t) else t.allocation.adapter or adapter_of(t.device)
-    if owner is not None and owner.can("map") and copy is not True:
-        _hand_out(lease, lambda: _mapped(lease, owner, t, target, copy, promise), now=False)
-    elif copy is False:
+    if owner is not None and owner.can("map") and copy is not True and t.size:
+        _hand_out(lease, lambda: _mapped(lease, owner, t, copy, give), now=False)
+    elif copy is False and t.size:
         raise ExchangeError(f"memory on {t.device} cannot be reached by {target!r} in place", "copy=None stages it through host memory")
     else:
-        _hand_out(lease, lambda: _staged(lease, t, target, promise), now=False)
+        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage(t, lease.access, str(target)), give), now=False)
+
+
+def _never_writes(target: Any) -> bool:
+    try:
+        with _core.own_lease():
+            _core.to(_core.host_tensor((1,), "uint8"), target, copy=False, readonly=False)
+    except ExchangeError:
+        return True
+    return False
 
 
 def _hand_out(lease: Lease, make: Callable[[], Any], now: bool = True) -> None:
@@ -359,27 +398,27 @@ def _wait_on_host(lease: Lease) -> None:
             raise _failed_write(e) from e
 
 
-def _mapped(lease: Lease, owner: Any, t: Any, target: Any, copy: bool | None, promise: bool | None) -> Any:
+def _mapped(lease: Lease, owner: Any, t: Any, copy: bool | None, give: Callable[[Any], Any]) -> Any:
     mapped = transfer.map_in_place(owner, t, lease.access)
     if mapped is not None:
         view, end = mapped
         try:
-            with _core.own_lease():
-                value = _core.to(view, target, copy=False, readonly=promise)
-        except BaseException:
+            value = give(view)
+        except BaseException as e:
             end(READY)
-            raise
-        lease._end = end
-        return value
+            if not isinstance(e, ExchangeError) or copy is False:
+                raise
+        else:
+            lease._end = end
+            return value
     if copy is False:
-        raise ExchangeError(f"a map of memory on {t.device} cannot outlive its unmap and copy=False forbids staging", "copy=None")
-    return _staged(lease, t, target, promise)
+        raise ExchangeError(f"memory on {t.device} cannot be mapped so that views survive, and copy=False forbids staging", "copy=None")
+    return _staged(lease, t, lambda: transfer.stage(t, lease.access, "the host"), give)
 
 
-def _staged(lease: Lease, t: Any, target: Any, promise: bool | None) -> Any:
-    staging = transfer.stage(t, fetch=lease.access != "write", target=str(target))
-    with _core.own_lease():
-        value = _core.to(staging, target, copy=False, readonly=promise)
+def _staged(lease: Lease, t: Any, make: Callable[[], Any], give: Callable[[Any], Any]) -> Any:
+    staging = make()
+    value = give(staging)
     lease.staged = True
     if lease.access != "read":
         lease._end = lambda point: transfer.write_back(t, staging, point)

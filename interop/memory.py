@@ -21,12 +21,13 @@ import numpy as np
 from . import _core
 from ._core import Allocation, Device, DType, Tensor
 from .errors import ExchangeError
-from .registry import adapter_of, context_of, party_limits
+from .registry import context_of, party_limits, place_of
 
 if TYPE_CHECKING:
     from .contract import Adapter, Importable
 
 PAGE = mmap.PAGESIZE
+_F_SEAL_FUTURE_WRITE = 0x10     # linux/fcntl.h; Python 3.11 has no name for it
 _HOST_TRAITS = ("host_visible", "coherent", "cached")
 #: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE.
 KINDS: dict[str, tuple[str, str]] = {
@@ -58,6 +59,11 @@ class Context:
         self._allocations.add(allocation)
         return allocation
 
+    def allocation(self, handle: int, nbytes: int, *, free: Any = None, owner: Any = None, **more: Any) -> Allocation:
+        """An Allocation of this context, for adapters: `free` gives the handle back, once; `more` as ``Allocation`` takes it."""
+        self.check()
+        return self.adopt(Allocation(handle, nbytes, self.device, owner=owner, on_release=free, context=self, adapter=self.adapter, **more))
+
     def check(self) -> None:
         """Raise where this context must not be used: closed, or made before a fork."""
         if self._closed:
@@ -79,6 +85,9 @@ class Context:
             self._closed = True
             return
         _core.release_ready()
+        waiting = _core.waiting_in(self)
+        if waiting:
+            raise ExchangeError(f"queued work of this {self.adapter.name} context still uses memory that was dropped", "wait for the work")
         alive = [a for a in self._allocations if not a.is_closed]
         if alive:
             raise ExchangeError(f"{len(alive)} allocation{'s' if len(alive) > 1 else ''} of this {self.adapter.name} context still live: "
@@ -145,17 +154,27 @@ class ExternalHandle:
 
     def __post_init__(self) -> None:
         """Check what can be checked without the driver."""
+        self.consumed = True            # until it is a handle: what cannot be one takes nothing
+        for name, value, low in (("value", self.value, 0), ("nbytes", self.nbytes, 1), ("offset", self.offset, 0)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} {value!r}: an int")
+            if not low <= value < 2**63:
+                raise ValueError(f"{name} {value}: from {low} to 2**63 - 1")
+        if self.memory_type is not None and (not isinstance(self.memory_type, int) or not 0 <= self.memory_type < 2**32):
+            raise ValueError(f"memory_type {self.memory_type!r}: an index, or None")
+        if not isinstance(self.dedicated, bool):
+            raise TypeError(f"dedicated {self.dedicated!r}: True or False")
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r}: must be one of {', '.join(KINDS)}")
-        if self.value < 0:
-            raise ValueError(f"{self.kind} {self.value}: not a {KINDS[self.kind][0]}")
-        if self.nbytes <= 0 or not 0 <= self.offset < self.nbytes:
-            raise ValueError(f"nbytes {self.nbytes} with offset {self.offset}: the offset lies inside a size that is not 0")
+        if self.offset >= self.nbytes:
+            raise ValueError(f"offset {self.offset}: lies inside the {self.nbytes} bytes")
         for uuid in (self.device_uuid, self.driver_uuid):
-            if uuid is not None and len(uuid) != 16:
-                raise ValueError(f"UUID of {len(uuid)} bytes: UUIDs have 16")
-        if self.device_uuid == bytes(16):
-            self.device_uuid = None  # a driver that does not know says zeros: unknown, not equal to another unknown
+            if uuid is not None and (not isinstance(uuid, bytes) or len(uuid) != 16):
+                raise ValueError(f"UUID {uuid!r}: 16 bytes")
+        # a driver that does not know says zeros: unknown, not equal to another unknown
+        self.device_uuid = None if self.device_uuid == bytes(16) else self.device_uuid
+        self.driver_uuid = None if self.driver_uuid == bytes(16) else self.driver_uuid
+        self.consumed = False
 
     @property
     def is_fd(self) -> bool:
@@ -222,15 +241,17 @@ class ExternalHandle:
 
     @classmethod
     def unpack(cls, data: bytes, fds: list[int]) -> ExternalHandle:
-        """The other end of `pack`; takes over the descriptor that ``socket.recv_fds`` gave."""
+        """The other end of `pack`; takes over the descriptor that ``socket.recv_fds`` gave, unless it raises."""
         try:
             magic, n = _PACKED.unpack_from(data)
             if magic != b"IXH1" or len(fds) != 1:
                 raise ValueError(f"{len(fds)} descriptors, magic {magic!r}")
             f = json.loads(data[_PACKED.size:_PACKED.size + n])
+            if not isinstance(f, dict):
+                raise ValueError("no fields")
             return cls(f["kind"], fds[0], f["nbytes"], f["offset"], f["dedicated"], f["memory_type"], _unhex(f["device_uuid"]),
                        _unhex(f["driver_uuid"]))
-        except (struct.error, KeyError, TypeError, json.JSONDecodeError, ValueError) as e:
+        except (struct.error, KeyError, TypeError, UnicodeDecodeError, ValueError) as e:
             raise ValueError(f"not a packed ExternalHandle: {e}") from None
 
 
@@ -250,7 +271,7 @@ def importable(kind: str, place: Any) -> Importable:
     """What importing such a handle at `place` takes: answered before anything is imported."""
     from .contract import Importable
 
-    adapter, where = context_of(place)
+    adapter, where = place_of(place)
     if adapter is None or not adapter.can("import_handle"):
         return Importable(False, f"nothing at {place} imports handles")
     answer: Importable = adapter.importable(kind, place=where)
@@ -266,7 +287,7 @@ def import_handle(h: ExternalHandle, place: Any) -> Allocation:
     if not need.supported:
         raise ExchangeError(f"{h.kind} cannot be imported at {place}: {need.reason}")
     need.check(h)
-    adapter, where = context_of(place)
+    adapter, where = place_of(place)
     own = h.copy()
     try:
         allocation: Allocation = adapter.import_handle(own, place=where)
@@ -283,6 +304,8 @@ def export(a: Allocation, kind: str) -> ExternalHandle:
         raise ExchangeError(f"this allocation exports no {kind!r} (it exports: {kinds})",
                             "allocate it so: interop.empty(..., shared_with=['process'])" if not a.exports else None)
     if a.adapter is not None:
+        if not a.adapter.can("export_handle"):
+            raise ExchangeError(f"adapter {a.adapter.name} exports no handles")
         handle: ExternalHandle = a.adapter.export_handle(a, kind)
         return handle
     if kind == "host":
@@ -336,7 +359,7 @@ def _wrap_memfd(h: ExternalHandle, nbytes: int, owner: Any, on_release: Any, rea
     size = os.fstat(fd).st_size
     if h.offset + nbytes > size:
         raise ValueError(f"{nbytes} bytes at {h.offset} do not lie in a memfd of {size} bytes")
-    if seals & fcntl.F_SEAL_WRITE and not readonly:
+    if seals & (fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE) and not readonly:
         raise ExchangeError("this memfd is sealed against writing", "readonly=True")
     pages = Pages(size, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), h.offset, readonly, fork=True)
     return Allocation(pages.address, nbytes, (1, 0), owner=pages if owner is None else _Both(pages, owner), on_release=on_release,
@@ -376,9 +399,9 @@ def wrap(handle: Any, nbytes: int, *, device: Any, owner: Any, on_release: Any =
         raise ValueError(f"nbytes {nbytes}: not negative")
     if on_release is not None and not callable(on_release):
         raise TypeError(f"on_release {on_release!r}: a function without arguments")
-    adapter, where = context_of(device)
+    adapter, where = place_of(device)
     if isinstance(handle, ExternalHandle):
-        if handle.kind == "memfd" and adapter is None:
+        if handle.kind == "memfd" and adapter is None and _host_place(where):
             return _wrap_memfd(handle, nbytes, owner, on_release, readonly)
         imported = import_handle(handle, device)
         return Allocation(imported.handle, nbytes, imported.device, owner=_Both(imported, owner), on_release=on_release,  # type: ignore[arg-type]
@@ -391,7 +414,7 @@ def wrap(handle: Any, nbytes: int, *, device: Any, owner: Any, on_release: Any =
     if value == 0 and nbytes:
         raise ValueError(f"handle 0 with {nbytes} bytes: NULL is no memory")
     context = where if isinstance(where, Context) else None
-    place = context.device if context is not None else where if isinstance(where, Device) else Device("cpu")
+    place = context.device if context is not None else where
     if value + nbytes > 2**64 and adapter is None:
         raise ValueError(f"{nbytes} bytes from {value:#x} run past the address space")
     a = Allocation(value, nbytes, place, owner=owner, on_release=on_release, context=context, adapter=adapter, readonly=readonly,
@@ -418,7 +441,7 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
         raise TypeError(f"shared_with={shared_with!r}: a sequence of parties, such as ['torch']")
     if alignment is not None and (alignment <= 0 or alignment & (alignment - 1)):
         raise ValueError(f"alignment {alignment}: a power of two")
-    adapter, where = context_of("cpu" if device is None else device)
+    adapter, where = place_of("cpu" if device is None else device)
     parties = list(shared_with)
     _check_parties(parties, device, adapter)
     nbytes = _core.bytes_for(extents, kind)
@@ -443,14 +466,17 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
         if limits.imports:
             whole_pages = imported = True
             needed = max(needed, PAGE)
-    if not whole_pages and needed <= PAGE:
-        return _core.host_tensor(extents, kind, False, needed)
-    if needed > PAGE:
-        raise ExchangeError(f"alignment {needed}: host memory here is aligned to pages of {PAGE} bytes at most")
+    if not whole_pages:
+        block = _core.host_tensor(extents, kind, False, needed)
+        a = Allocation(block.ptr, nbytes, (1, 0), owner=block, alignment=needed, traits=_HOST_TRAITS, exports=("host",))
+        return a.tensor(extents, kind)
+    if needed > PAGE and "process" in parties:
+        raise ExchangeError(f"alignment {needed}: memory that other processes map is aligned to pages of {PAGE} bytes")
     size = max(PAGE, -(-nbytes // PAGE) * PAGE)
     fd = _memfd(size) if "process" in parties else None
-    pages = Pages(size, fd, 0, False, fork=not imported)
-    a = Allocation(pages.address, size, (1, 0), owner=pages, alignment=PAGE, traits=_HOST_TRAITS,
+    pages = Pages(size + (needed if needed > PAGE else 0), fd, 0, False, fork=not imported)
+    address = -(-pages.address // needed) * needed
+    a = Allocation(address, size, (1, 0), owner=pages, alignment=max(needed, PAGE), dies_at_fork=imported, traits=_HOST_TRAITS,
                    exports=("memfd", "host") if fd is not None else ("host",))
     return a.tensor(extents, kind)
 
@@ -467,15 +493,15 @@ def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:
             (good if adapter is None or "process" in adapter.shares else bad).append("process")
             continue
         limits = party_limits(party)        # unknown names raise here
-        here, _ = context_of(party)
+        here, where = context_of(party)
         name = str(party)
-        ok = (here is None or "host" in limits.imports) if adapter is None else here is adapter or bool(adapter.shares & limits.imports)
+        if adapter is not None:
+            ok = here is adapter or bool(adapter.shares & limits.imports)
+        elif where is None or here is None:     # a framework, or the host itself
+            ok = limits.devices is None or 1 in limits.devices
+        else:
+            ok = "host" in limits.imports
         (good if ok else bad).append(name)
     if bad:
         raise ExchangeError(f"memory on {device or 'cpu'} cannot be shared with {', '.join(bad)}",
                             f"of those named, {', '.join(good)} could share it" if good else "leave them out, and copy: interop.copyto")
-
-
-def adapter_named_by(t: Tensor) -> Any:
-    """The adapter whose memory a tensor is, or None for host memory and strangers."""
-    return t.allocation.adapter or adapter_of(t.device)

@@ -6,6 +6,7 @@ Knows no framework and no adapter by name: an adapter is asked through its contr
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -27,6 +28,7 @@ class Point:
     """
 
     __slots__ = ("__weakref__", "_keep")
+    _keep: Any
 
     def _poll(self) -> bool:
         raise TypeError(f"{type(self).__qualname__} is a Point and lacks _poll()")
@@ -92,7 +94,7 @@ class Point:
 
             def wake(_: Point) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile: nobody waits any more
-                    loop.call_soon_threadsafe(lambda: future.done() or future.set_result(None))
+                    loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
 
             self.add_done_callback(wake)
             yield from future
@@ -277,8 +279,16 @@ def _yes() -> bool:
 def _call(callback: Callable[[Point], Any], p: Point) -> None:
     try:
         callback(p)
-    except Exception as e:
+    except BaseException as e:  # also SystemExit: the thread that calls serves everybody
         _core.report(e)
+
+
+def _is_over(p: Point) -> bool:
+    try:
+        return p.done()
+    except BaseException as e:  # a Point that cannot be asked: nobody will ever hear more of it
+        _core.report(e)
+        return True
 
 
 class _Watcher:
@@ -307,7 +317,7 @@ class _Watcher:
                     self._thread = None
                     return
                 items = list(self._items)
-            finished = [i for i in items if i[0].done()]
+            finished = [i for i in items if _is_over(i[0])]
             if finished:
                 with self._lock:
                     self._items = [i for i in self._items if i not in finished]
@@ -326,12 +336,13 @@ _watcher = _Watcher()
 def pending(tensor: Any, access: str) -> Point:
     """What must be over before `tensor` is accessed so: reading waits for writes, writing for writes and reads."""
     kinds = _core.WRITE_POINT if access == "read" else _core.WRITE_POINT | _core.READ_POINT
-    return all_of(p for _, _, p in prune(_core.ledger_find(*_core.byte_span(tensor), kinds)))
+    found = prune(_core.ledger_find(*_core.byte_span(tensor), kinds))
+    return all_of(p for _, kind, p in found if kind == _core.WRITE_POINT or not p.done())
 
 
 def note(tensor: Any, access: str, p: Point) -> None:
     """`p` is when the access to `tensor` ends. A write takes the place of what it was ordered after on the same bytes."""
-    if p.done() and p.error() is None:
+    if p.done() and (p.error() is None or access == "read"):      # a reader that failed has harmed nobody
         return
     space, lo, hi = _core.byte_span(tensor)
     if access == "read":
@@ -364,8 +375,65 @@ def forget_writes(tensor: Any) -> None:
 
 def keep_until(p: Point, *memory: Any) -> None:
     """Hold what the queued work uses until `p` is seen to be done; the ledger holds `p` meanwhile."""
-    if not p.done():
+    if memory and not p.done():
         p._keep = memory
+        p.add_done_callback(_let_go)
+
+
+def _let_go(p: Point) -> None:
+    p._keep = None
+    if p.error() is None:
+        _core.ledger_strike(p)
+
+
+class After(Point):
+    """Done when another Point is and a function has then run, on a thread of interop's; fails with either's error."""
+
+    __slots__ = ("_done", "_error", "_first", "_function")
+
+    def __init__(self, first: Point, function: Callable[[Point], Any]) -> None:
+        """Starts waiting at once."""
+        self._first: Point | None = first
+        self._function: Callable[[Point], Any] | None = function
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        first.add_done_callback(self._run)
+
+    def _run(self, first: Point) -> None:
+        function, self._function = self._function, None
+        try:
+            self._error = first.error()
+            if function is not None:
+                function(first)
+        except BaseException as e:
+            self._error = without_frames(e)
+        finally:
+            self._first = None
+            self._done.set()
+
+    def _poll(self) -> bool:
+        return self._done.is_set()
+
+    def _block(self, seconds: float) -> None:
+        self._done.wait(seconds)
+
+    def error(self) -> BaseException | None:
+        """What went wrong first."""
+        return self._error if self._done.is_set() else None
+
+    def __repr__(self) -> str:
+        return f"After({'done' if self._done.is_set() else 'pending'})"
+
+
+def without_frames(e: BaseException) -> BaseException:
+    """The same error without its traceback, whose frames would keep the memory that failed."""
+    try:
+        out = copy.copy(e)
+    except Exception:
+        out = ExchangeError(repr(e))
+    out.__traceback__ = None
+    out.__context__ = out.__cause__ = None
+    return out
 
 
 def make_ready(entries: list[tuple[int, Any]], device: Any, stream: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import sys
 import warnings
 from importlib.metadata import entry_points
@@ -58,6 +59,15 @@ def register(adapter: Adapter) -> None:
 
 _OWN_TYPES = ("numpy.ndarray", "interop.Tensor", "builtins.PyCapsule")
 _MAX_GUARDS = 8
+#: How the methods of an adapter are called: positional and keyword arguments, by name only.
+_CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "to_tensor": (("x",), {}), "from_tensor": (("t",), {"place": None, "stream": None}), "place": (("obj",), {}),
+    "limits": (("place",), {}), "allocate": (("nbytes",), {"place": None, "alignment": 1, "shared_with": ()}),
+    "export_handle": (("allocation", "kind"), {}), "import_handle": (("handle",), {"place": None}),
+    "importable": (("kind",), {"place": None}), "map": (("allocation", "access", "first", "nbytes"), {}),
+    "copy": (("dst", "src", "stream"), {}), "wait": (("place", "stream", "point"), {}), "record": (("place", "stream"), {}),
+    "to_device": (("x", "device"), {}),
+}  # fmt: skip
 
 
 def _check_adapter(adapter: Any) -> None:
@@ -80,8 +90,8 @@ def _check_adapter(adapter: Any) -> None:
     for attribute in ("module", "requires", "device"):
         if not isinstance(getattr(adapter, attribute), str):
             raise bad(attribute, "a str")
-    if adapter.device and not adapter.device.isidentifier():
-        raise bad("device", "a name such as 'acme'")
+    if adapter.device and (not adapter.device.isidentifier() or adapter.device in ("cpu", "cuda_host", "rocm_host", "ext_dev")):
+        raise bad("device", "a name such as 'acme', not one of the host's")
     if adapter.table is not None and not isinstance(adapter.table, str):
         raise bad("table", "the name of a type in the module, or None")
     if adapter.reads not in _READS:
@@ -98,7 +108,8 @@ def _check_adapter(adapter: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value & (value - 1):
             raise TypeError(f"{cls.__qualname__}.accepts.{attribute} is {value!r}: it must be a power of two")
     if limits.devices is not None and not isinstance(limits.devices, frozenset):
-        raise TypeError(f"{cls.__qualname__}.accepts.devices is {limits.devices!r}: it must be a frozenset of DLDeviceType numbers, or None")
+        raise TypeError(f"{cls.__qualname__}.accepts.devices is {limits.devices!r}: "
+                        "it must be a frozenset of DLDeviceType numbers, or None")
     if adapter.reads == "adapter" and cls.to_tensor is Adapter.to_tensor:
         raise TypeError(f"{cls.__qualname__} lacks to_tensor(x), which reads='adapter' calls")
     if adapter.reads == "table" and adapter.table is None:
@@ -108,6 +119,13 @@ def _check_adapter(adapter: Any) -> None:
     for capability in CAPABILITIES:
         if getattr(adapter, capability, None) is not None and not adapter.can(capability):
             raise bad(capability, "a method")
+    for method, arguments in _CALLS.items():
+        function = getattr(adapter, method, None)
+        if function is not None and getattr(cls, method, None) is not getattr(Adapter, method, None):
+            try:
+                inspect.signature(function).bind(*arguments[0], **arguments[1])
+            except TypeError as e:
+                raise TypeError(f"{cls.__qualname__}.{method} cannot be called as interop calls it: {e}") from None
 
 
 def unregister(name: str) -> None:
@@ -152,7 +170,8 @@ def load_plugins() -> bool:
             if found is not None and entry.name not in _by_name:
                 register(found)
         except Exception as e:
-            warnings.warn(f"interop: the adapter plug-in {entry.name} ({entry.value}) could not be loaded: {e!r}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"interop: the adapter plug-in {entry.name} ({entry.value}) could not be loaded: {e!r}",
+                          RuntimeWarning, stacklevel=2)
     return True
 
 
@@ -230,8 +249,8 @@ def _resolve_type(cls: type) -> Any:
         if spelled not in (_by_name[name].types if name in _by_name else _OWN_TYPES):
             raise TypeError(f"{spelled} is a subclass of what {name} makes: ask for {name!r} and make the subclass of that")
         return _resolve_name(name)
-    if callable(getattr(cls, "from_dlpack", None)):
-        return _core.make_target(cls.__qualname__, "call", call=cls.from_dlpack)
+    if callable(make := getattr(cls, "from_dlpack", None)):
+        return _core.make_target(cls.__qualname__, "call", call=make)
     root = sys.modules.get(cls.__module__.partition(".")[0])
     if root is not None and hasattr(root, "from_dlpack"):
         return _core.make_target(root.__name__, "call", call=root.from_dlpack)
@@ -251,6 +270,7 @@ def _target(adapter: Any, place: Any = None, native_place: Any = None) -> Any:
     return _core.make_target(adapter.name, "adapter", adapter, None, place, native_place)
 
 
+device_names.find_more = load_plugins
 _core.set_registry(_by_type_name, _by_name, resolve, load_plugins)
 
 
@@ -268,8 +288,8 @@ def adapter_of(device: Any) -> Any:
 
 def context_of(place: Any) -> tuple[Any, Any]:
     """``(adapter, where)`` of a place or target: `where` is its Context, or its Device; adapter None: the host, or a framework."""
-    if isinstance(place, str) and not device_names.known(place.partition(":")[0]):
-        return None, None
+    if isinstance(place, str) and (place in _by_name or not device_names.known(place.partition(":")[0])):
+        return _by_name.get(place), None
     if isinstance(place, (str, tuple)):
         place = _core.Device(place)
     if isinstance(place, _core.Device):
@@ -277,13 +297,25 @@ def context_of(place: Any) -> tuple[Any, Any]:
     adapter = getattr(place, "adapter", None)
     if adapter is not None and isinstance(getattr(place, "device", None), _core.Device):
         return adapter, place
-    if isinstance(place, (type, ModuleType)):
-        return None, None
+    if isinstance(place, type):
+        return _by_name.get(_core.framework_of_type(place) or ""), None
+    if isinstance(place, ModuleType):
+        return _by_name.get(place.__name__.partition(".")[0]), None
     for adapter in list(_by_name.values()):
         device = adapter.place(place)
         if device is not None:
             return (adapter if adapter.device else None), place if adapter.device else device
     raise TypeError(f"{place!r} is no place: give a Device, its spelling, a Context, or a framework's device or queue")
+
+
+def place_of(place: Any) -> tuple[Any, Any]:
+    """`context_of` for what must be a place: a framework's name is none, and a misspelt one is not the CPU."""
+    if isinstance(place, str):
+        place = _core.Device(place)     # raises for what is none
+    adapter, where = context_of(place)
+    if where is None:
+        raise TypeError(f"{place!r} is no place: give a Device, its spelling, a Context, or a framework's device or queue")
+    return adapter, where
 
 
 def party_limits(party: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def copyto(dst: Any, src: Any, /, *, stream: Any = None, progress: Callable[[int
         ValueError: shapes or dtypes differ. ExchangeError: read-only destination, or nobody can copy between the two. LeaseError.
     """
     with _core.own_lease():
-        to, source = _core.as_tensor(dst, copy=False), _core.as_tensor(src)
+        to, source = _core.view_of(dst), _core.view_of(src)
     if to.shape != source.shape:
         raise ValueError(f"shape {source.shape} does not fit into {to.shape}: copyto does not broadcast")
     if to.dtype != source.dtype or to.padded != source.padded:
@@ -73,7 +73,11 @@ def _hold(t: Any, kind: int, against: int, own: int) -> int:
 
 def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any] | None) -> Point:
     """Ordered after what is pending on both, noted on both."""
-    before = points.all_of([points.pending(to, "write"), points.pending(source, "read")])
+    written = points.pending(source, "read")
+    if written.done() and written.error() is not None:
+        raise ExchangeError(f"the last write to the source failed: {written.error()!r}", "write it again")
+    overwritten = points.pending(to, "write")
+    before = points.all_of([overwritten if not overwritten.done() else READY, written])
     if _core.is_host(to) and _core.is_host(source):
         before.wait(points.HOST_TIMEOUT)
         points.forget_writes(to)
@@ -89,36 +93,52 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
     return done
 
 
+def _side(t: Any) -> Any:
+    """Who copies and maps its memory: None for the host's, _NOBODY where no adapter knows it."""
+    return None if _core.is_host(t) else t.allocation.adapter or adapter_of(t.device) or _NOBODY
+
+
+class _Nobody:
+    """Stands for memory that no adapter knows: can nothing."""
+
+    def can(self, capability: str) -> bool:
+        return False
+
+
+_NOBODY: Any = _Nobody()
+
+
 def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
-    for t in (to, source):
-        adapter = t.allocation.adapter or adapter_of(t.device)
-        if adapter is None or not adapter.can("copy"):
+    sides = [_side(to), _side(source)]
+    for adapter in dict.fromkeys(a for a in sides if a is not None):
+        # an adapter is asked for what it knows: its own memory, and the host's
+        if not adapter.can("copy") or any(a is not None and a is not adapter for a in sides):
             continue
-        if not before.done() and not (adapter.can("wait") and adapter.wait(t.allocation.context, stream, before)):
+        context = (to if sides[0] is adapter else source).allocation.context
+        if not before.done() and not (adapter.can("wait") and adapter.wait(context, stream, before)):
             before.wait(points.HOST_TIMEOUT)
         done = adapter.copy(to, source, stream)
         if done is not NotImplemented:
             return points.as_point(done)
-    # no queue of anybody's joins the two: map whichever side can be mapped
     before.wait(points.HOST_TIMEOUT)
     ends: list[Callable[[Point], Any]] = []
-    views = []
-    for t, access in ((to, "write"), (source, "read")):
-        if _core.is_host(t):
-            views.append(t)
-            continue
-        adapter = t.allocation.adapter or adapter_of(t.device)
-        mapped = _mapped(adapter, t, access) if adapter is not None and adapter.can("map") else None
-        if mapped is None:
-            raise ExchangeError(f"nobody copies between {source.device} and {to.device}: no adapter of the two has copy or map",
-                                "copy with the frameworks that own the memory")
-        views.append(mapped[0])
-        ends.append(mapped[1])
     try:
+        views = []
+        for t, adapter, access in ((to, sides[0], "write"), (source, sides[1], "read")):
+            if _core.is_host(t):
+                views.append(t)
+                continue
+            mapped = _map(adapter, t, access) if adapter.can("map") else None
+            if mapped is None:
+                raise ExchangeError(f"nobody copies between {source.device} and {to.device}: "
+                                    "no adapter of the two has copy or map for them",
+                                    "copy with the frameworks that own the memory")
+            views.append(_over(mapped, t, access))
+            ends.append(_ending(mapped, access))
         with _core.own_lease():
             host_copy(views[0], views[1], None)
     finally:
-        views.clear()
+        views = []
         for end in ends:
             end(READY)
     return READY
@@ -130,8 +150,8 @@ def move(t: Any, place: Any, source: str) -> Any:
 
     out = empty(t.shape, t.dtype, device=place)         # refuses where nobody allocates
     for side in (t, out):
-        adapter = side.allocation.adapter or adapter_of(side.device)
-        if not _core.is_host(side) and (adapter is None or not (adapter.can("copy") or adapter.can("map"))):
+        adapter = _side(side)
+        if adapter is not None and not (adapter.can("copy") or adapter.can("map")):
             raise ExchangeError(f"interop has no way of its own to copy from {t.device} to {place}",
                                 "a framework that uses the device can: interop.to(x, 'torch', device=...)")
     routing.note_copy(source, str(place), t.nbytes, f"from {t.device} to {place}", "keep it where it is")
@@ -149,14 +169,19 @@ def host_copy(to: Any, source: Any, progress: Callable[[int, int], Any] | None) 
             progress(a.nbytes, a.nbytes)
         return
     blocks = _blocks(a, b)
-    total = a.nbytes
-    if progress is None:
-        list(_threads().map(lambda pair: np.copyto(*pair), blocks))
-        return
+    futures = [_threads().submit(np.copyto, x, y) for x, y in blocks]
     done = 0
-    for pair, _ in zip(blocks, _threads().map(lambda pair: np.copyto(*pair), blocks), strict=True):
-        done += pair[0].nbytes
-        progress(done, total)
+    try:
+        for (x, _), future in zip(blocks, futures, strict=True):
+            future.result()
+            done += x.nbytes
+            if progress is not None:
+                progress(done, a.nbytes)
+    finally:
+        # also after an error nobody writes any more when this returns
+        for future in futures:
+            future.cancel()
+        wait(futures)
 
 
 def _blocks(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
@@ -177,84 +202,109 @@ def _threads() -> ThreadPoolExecutor:
 
 
 # ---- maps ----
+class _Map(NamedTuple):
+    """A map of bytes `first` to `first + nbytes` of an allocation."""
+
+    mapped: Mapped
+    first: int
+    nbytes: int
+
+
+def _map(adapter: Any, t: Any, access: str) -> _Map | None:
+    """Map the bytes that `t` touches; None where the adapter cannot map this memory."""
+    _, lo, hi = _core.byte_span(t)
+    first = lo - t.allocation.span()[1]
+    mapped = adapter.map(t.allocation, access, first, hi - lo)
+    if mapped is NotImplemented:
+        return None
+    if not isinstance(mapped, Mapped):
+        raise TypeError(f"adapter {adapter.name}: map returned {type(mapped).__name__}, not contract.Mapped or NotImplemented")
+    try:
+        # What is not written between the elements goes back with them, so it has to be there also for "write"
+        if mapped.invalidate is not None and (access != "write" or not _fills(t, hi - lo)):
+            mapped.invalidate(first, hi - lo)
+    except BaseException:
+        mapped.unmap()
+        raise
+    return _Map(mapped, first, hi - lo)
+
+
+def _fills(t: Any, nbytes: int) -> bool:
+    return bool(t.nbytes == nbytes == t.allocation.nbytes)
+
+
+def _over(m: _Map, t: Any, access: str, *, on_release: Any = None, lent: bool = False) -> Any:
+    pages = _core.Allocation(m.mapped.address, m.nbytes, (1, 0), owner=t.allocation, root=t.allocation, root_offset=m.first,
+                             on_release=on_release, readonly=access == "read", lent=lent, dies_at_fork=t.allocation.context is not None)
+    return pages.tensor(t.shape, t.dtype, strides=t.strides, byte_offset=_core.offset_in(t) - m.first, readonly=access == "read")
+
+
+def _ending(m: _Map, access: str, unmap: bool = True) -> Callable[[Point], Any]:
+    def end(point: Point) -> None:
+        try:
+            point.wait(points.HOST_TIMEOUT)
+            if access != "read" and m.mapped.flush is not None:
+                m.mapped.flush(m.first, m.nbytes)
+        finally:
+            if unmap:
+                m.mapped.unmap()
+
+    return end
+
+
 def map_in_place(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Point], Any]] | None:
     """A host Tensor over the mapped bytes of `t`, and what ends the access; None where views could dangle: then stage.
 
-    The pages stay mapped until the last view is gone. That takes an API that can flush without unmapping, or whose pages outlive the
-    unmap; of any other the bytes are staged.
+    The pages stay mapped until the last view is gone, and the allocation cannot be closed before. That takes an API that can flush
+    without unmapping, or whose pages outlive the unmap; of any other the bytes are staged.
     """
-    mapped = adapter.map(t.allocation, access)
-    if not isinstance(mapped, Mapped):
-        raise TypeError(f"adapter {adapter.name}: map returned {type(mapped).__name__}, not contract.Mapped")
-    if mapped.flush is None and not mapped.outlives_unmap:
-        mapped.unmap()
+    m = _map(adapter, t, access)
+    if m is None:
         return None
-    pages = _core.Allocation(mapped.address, t.allocation.nbytes, (1, 0), owner=t.allocation, root=t.allocation, root_offset=0,
-                             on_release=None if mapped.outlives_unmap else mapped.unmap, readonly=access == "read")
-    view = _view_of(pages, t, access)
-    _, lo, hi = _core.byte_span(t)
-    first = lo - t.allocation.span()[1]
-
-    def end(point: Point) -> None:
-        point.wait(points.HOST_TIMEOUT)
-        if access != "read" and mapped.flush is not None:
-            mapped.flush(first, hi - lo)
-        if mapped.outlives_unmap:
-            mapped.unmap()
-
-    if mapped.invalidate is not None and access != "write":
-        mapped.invalidate(first, hi - lo)
-    return view, end
-
-
-def _mapped(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Point], Any]]:
-    # For a copy that ends before the map does: any map will do.
-    mapped = adapter.map(t.allocation, access)
-    pages = _core.Allocation(mapped.address, t.allocation.nbytes, (1, 0), owner=t.allocation, root=t.allocation, readonly=access == "read")
-    _, lo, hi = _core.byte_span(t)
-    first = lo - t.allocation.span()[1]
-    if mapped.invalidate is not None and access != "write":
-        mapped.invalidate(first, hi - lo)
-
-    def end(point: Point) -> None:
-        if access != "read" and mapped.flush is not None:
-            mapped.flush(first, hi - lo)
-        mapped.unmap()
-
-    return _view_of(pages, t, access), end
-
-
-def _view_of(pages: Any, t: Any, access: str) -> Any:
-    return pages.tensor(t.shape, t.dtype, strides=t.strides, byte_offset=_core.offset_in(t), readonly=access == "read")
+    if m.mapped.flush is None and not m.mapped.outlives_unmap:
+        m.mapped.unmap()
+        return None
+    outlives = m.mapped.outlives_unmap
+    view = _over(m, t, access, on_release=None if outlives else m.mapped.unmap, lent=True)
+    return view, _ending(m, access, unmap=outlives)
 
 
 # ---- staging ----
-def stage(t: Any, *, fetch: bool, target: str) -> Any:
-    """A compact host Tensor for the elements of `t`; with `fetch` it holds them, and only them are moved."""
-    routing.note_copy(str(t.device), target, t.nbytes if fetch else 0, f"the host cannot reach memory on {t.device} in place",
-                      "allocate it where both can: interop.empty(..., shared_with=[...])")
+def stage(t: Any, access: str, target: str) -> Any:
+    """A compact host Tensor for the elements of `t`; unless they are only written, it holds them, and only them are moved."""
+    fetch = access != "write"
+    reason = f"{target} cannot use memory on {t.device} in place"
+    routing.note_copy(str(t.device), target, t.nbytes if fetch else 0, reason, "allocate it where both can: interop.empty(shared_with=)")
     out = _core.host_tensor(t.shape, t.dtype, t.padded)
     if fetch and t.size:
         _copy_unleased(out, t)
     return out
 
 
-def write_back(t: Any, staging: Any, point: Point) -> Point:
+def stage_at(t: Any, place: Any, access: str) -> Any:
+    """A Tensor at another place for the elements of `t`."""
+    from .memory import empty
+
+    out = empty(t.shape, t.dtype, device=place)
+    fetch = access != "write"
+    routing.note_copy(str(t.device), str(place), t.nbytes if fetch else 0, f"memory on {t.device} is not that of {place}",
+                      "allocate it there: interop.empty(device=...)")
+    if fetch and t.size:
+        _copy_unleased(out, t)
+    return out
+
+
+def write_back(t: Any, staging: Any, point: Point) -> None:
     """What was written to the staging memory goes to `t`, once, when `point` is reached."""
     point.wait(points.HOST_TIMEOUT)
-    if not t.size:
-        return READY
-    routing.note_copy("staging", str(t.device), t.nbytes, "the lease wrote to a staged copy", "allocate it where both can reach it")
-    done = _copy_unleased(t, staging)
-    done.wait(points.HOST_TIMEOUT)
-    return done
+    if t.size:
+        routing.note_copy("staging", str(t.device), t.nbytes, "the lease wrote to a staged copy", "allocate it where both can reach it")
+        _copy_unleased(t, staging)
 
 
-def _copy_unleased(to: Any, source: Any) -> Point:
-    if _core.is_host(to) and _core.is_host(source):
-        with _core.own_lease():
+def _copy_unleased(to: Any, source: Any) -> None:
+    with _core.own_lease():
+        if _core.is_host(to) and _core.is_host(source):
             host_copy(to, source, None)
-        return READY
-    done = _device_copy(to, source, None, READY)
-    done.wait(points.HOST_TIMEOUT)
-    return done
+        else:
+            _device_copy(to, source, None, READY).wait(points.HOST_TIMEOUT)

@@ -307,7 +307,7 @@ def test_tensors_of_closed_memory_refuse(use: Any) -> None:
     view = t[2:]
     a.close()
     for x in (t, view):
-        with pytest.raises((interop.ExchangeError, AttributeError), match="closed|interface"):
+        with pytest.raises((interop.ExchangeError, AttributeError), match=r"closed|interface"):
             use(x)
     with pytest.raises(interop.ExchangeError, match="closed"):
         t.map()

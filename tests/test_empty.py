@@ -55,7 +55,8 @@ def test_what_is_shared_with_a_device_is_whole_pages(driver: toy.Driver) -> None
 @pytest.mark.parametrize("place", ["cpu", "process", "toy"])
 def test_any_shape_can_be_had_and_mapped(driver: toy.Driver, shape: Any, place: str) -> None:
     """SPEC M-EMPTY-SHAPE: also none at all"""
-    t = interop.empty(shape, "int16", device=toy.Context() if place == "toy" else None, shared_with=("process",) if place == "process" else ())
+    t = interop.empty(shape, "int16", device=toy.Context() if place == "toy" else None,
+                      shared_with=("process",) if place == "process" else ())
     assert t.shape == ((shape,) if isinstance(shape, int) else shape)
     with t.map("write") as a:
         assert a.shape == t.shape

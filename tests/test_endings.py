@@ -150,7 +150,8 @@ EXITS = {
     "lease": "t = interop.empty((64,), 'uint8', device=c); keep = t.map('write'); keep.value",
     "lease on the host": "keep = interop.as_tensor(np.zeros(4)).map('write')",
     "queued work": "t = interop.empty((64,), 'uint8', device=c); interop.copyto(t, np.zeros(64, 'u1'))",
-    "queued work, dropped": "t = interop.empty((64,), 'uint8', device=c); l = interop.acquire(t, c, 'write'); l.release(c.fill(t, 1)); del t, l",
+    "queued work, dropped": "t = interop.empty((64,), 'uint8', device=c); "
+                            "l = interop.acquire(t, c, 'write'); l.release(c.fill(t, 1)); del t, l",
     "array": "t = interop.empty((64,), 'uint8', device=c); keep = t.map('read').value",
     "callback": "from interop.contract import point; point(done=lambda: False).add_done_callback(print)",
     "buffer": "keep = interop.to(interop.empty((64,), 'uint8', device=c), 'toy')",

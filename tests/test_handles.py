@@ -242,9 +242,10 @@ def _packed(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize("data", [
-    b"", b"IXH1", b"IXH2" + _packed()[4:], _packed()[:-3], b"IXH1\xff\xff\xff\xff{}", _packed(kind=3), _packed(nbytes="x"), _packed(nbytes=1.5),
-    _packed(nbytes=None), _packed(nbytes=2**70), _packed(offset=0.5), _packed(offset=-1), _packed(device_uuid="zz"), _packed(device_uuid=[1]),
-    _packed(device_uuid="00"), _packed(dedicated="no"), _packed(memory_type="x"), _packed(memory_type=-1), b"IXH1\x02\0\0\0[]", b"IXH1\x01\0\0\0\xff",
+    b"", b"IXH1", b"IXH2" + _packed()[4:], _packed()[:-3], b"IXH1\xff\xff\xff\xff{}", _packed(kind=3), _packed(nbytes="x"),
+    _packed(nbytes=1.5), _packed(nbytes=None), _packed(nbytes=2**70), _packed(offset=0.5), _packed(offset=-1), _packed(device_uuid="zz"),
+    _packed(device_uuid=[1]), _packed(device_uuid="00"), _packed(dedicated="no"), _packed(memory_type="x"), _packed(memory_type=-1),
+    b"IXH1\x02\0\0\0[]", b"IXH1\x01\0\0\0\xff",
 ], ids=range(20))
 def test_hostile_bytes_are_refused_and_the_descriptor_is_still_ours(data: bytes) -> None:
     """SPEC M-HANDLE-PACK: what comes from another process may be anything"""

@@ -215,7 +215,8 @@ EXPORTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("source", [interop.as_tensor, lambda x: x, _torch, _tvm, memoryview], ids=["interop", "numpy", "torch", "tvm_ffi", "buffer"])
+@pytest.mark.parametrize("source", [interop.as_tensor, lambda x: x, _torch, _tvm, memoryview],
+                         ids=["interop", "numpy", "torch", "tvm_ffi", "buffer"])
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 def test_no_conversion_while_somebody_writes(driver: toy.Driver, source: Any, convert: Any) -> None:
     """SPEC L-CONVERT: on every path, whatever object the bytes are seen through; the same object handed back is no conversion"""

@@ -19,7 +19,8 @@ FLAVOURS = {
     "flush": {"flavour": "flush"}, "flush, incoherent": {"flavour": "flush", "coherent": False},
     "outlives": {"flavour": "outlives"}, "outlives, incoherent": {"flavour": "outlives", "coherent": False},
     "unmap": {"flavour": "unmap"}, "unmap, incoherent": {"flavour": "unmap", "coherent": False},
-    "unmap, map only": {"flavour": "unmap", "copies": False}, "unmap, map only, incoherent": {"flavour": "unmap", "copies": False, "coherent": False},
+    "unmap, map only": {"flavour": "unmap", "copies": False},
+    "unmap, map only, incoherent": {"flavour": "unmap", "copies": False, "coherent": False},
     "no map": {"flavour": None}, "no wait": {"flavour": "flush", "waits": False},
 }
 
@@ -223,12 +224,16 @@ def test_a_second_lease_survives_the_end_of_the_first_view(driver: toy.Driver) -
 def test_two_maps_at_once(c: toy.Context, driver: toy.Driver) -> None:
     """SPEC L-MAP: an adapter is asked to map what is mapped already"""
     t = made(c)
-    one, two = t[:150].map("write"), t[150:].map("write")
+    if c.atom > 1:
+        with t[:150].map("write"), pytest.raises(interop.LeaseError):
+            t[150:].map("write")            # a flush of either carries bytes of the other along
+    cut = 128 if c.atom > 1 else 150
+    one, two = t[:cut].map("write"), t[cut:].map("write")
     one.value[:] = 1
     two.value[:] = 2
     one.release()
     two.release()
-    assert c.peek(t) == b"\x01" * 150 + b"\x02" * 150
+    assert c.peek(t) == b"\x01" * cut + b"\x02" * (300 - cut)
     del one, two
     gc.collect()
     assert c.maps == 0
@@ -427,6 +432,7 @@ def test_release_with_a_point_of_somebody_elses(driver: toy.Driver) -> None:
     lease.value[:] = 1
     with pytest.raises(TypeError, match="done"):
         lease.release(object())
+    lease.release()         # the mistake has ended nothing
     t.map("write").release()
 
 

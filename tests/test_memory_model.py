@@ -22,7 +22,8 @@ import interop
 N = 96
 spans = st.tuples(st.integers(0, N - 1), st.integers(1, 40)).map(lambda p: (p[0], min(N, p[0] + p[1])))
 contexts = st.sampled_from([
-    {}, {"coherent": False}, {"flavour": "outlives"}, {"flavour": "unmap"}, {"copies": False}, {"flavour": "unmap", "copies": False}, {"waits": False},
+    {}, {"coherent": False}, {"flavour": "outlives"}, {"flavour": "unmap"}, {"copies": False}, {"flavour": "unmap", "copies": False},
+    {"waits": False},
 ])
 
 

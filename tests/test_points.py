@@ -103,7 +103,7 @@ def test_waiting_lets_other_threads_run() -> None:
     waiter = threading.Thread(target=f.point().wait)
     waiter.start()
     for _ in range(1000):
-        n += 1
+        n += 1      # noqa: SIM113
     f.event.set()
     waiter.join(5)
     assert not waiter.is_alive()

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest

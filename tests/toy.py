@@ -248,6 +248,11 @@ class Context(interop.Context):
         self.queue = Queue(self)
         self.numbers = itertools.count(1)       # handles mean something in one context only
 
+    @property
+    def atom(self) -> int:
+        """What a flush or an invalidate carries along."""
+        return ATOM if self.flavour == "flush" and not self.coherent else 1
+
     # -- memory
     def allocate(self, nbytes: int, *, exportable: bool = False) -> int:
         driver.enter("allocate")
@@ -298,14 +303,14 @@ class Context(interop.Context):
             b.maps += 1
             return b.open_window()
 
-    def unmap(self, handle: int, access: str) -> None:
+    def unmap(self, handle: int, access: str, first: int, nbytes: int) -> None:
         driver.enter("unmap")
         with driver.lock:
             b = self.block(handle, "unmap")
             if b.maps <= 0:
                 driver.violate(f"unmap: handle {handle} is not mapped")
             if not self.coherent and self.flavour != "flush" and access != "read":
-                self._move(b, 0, b.nbytes, "flushed")
+                self._move(b, first, nbytes, "flushed")
             b.maps -= 1
             if not b.maps and self.flavour != "outlives":
                 b.close_window()
@@ -424,7 +429,8 @@ class ToyAdapter(Adapter):
     def to_tensor(self, b: Buffer) -> interop.Tensor:
         root = b.keep.allocation if isinstance(b.keep, interop.Tensor) else b.root() if b.root is not None else None
         if root is None:
-            root = interop.Allocation(b.handle, b.nbytes, b.context.device, owner=b, context=b.context, adapter=self)
+            root = interop.Allocation(b.handle, b.nbytes, b.context.device, owner=b, context=b.context, adapter=self,
+                                      atom=b.context.atom)
             b.root = weakref.ref(b.context.adopt(root))
         return root.tensor(b.shape, b.dtype, byte_offset=b.byte_offset)
 
@@ -447,9 +453,8 @@ class ToyAdapter(Adapter):
         return self._own(context, context.allocate(nbytes, exportable=bool(shared_with)), nbytes, bool(shared_with))
 
     def _own(self, context: Context, handle: int, nbytes: int, exportable: bool) -> interop.Allocation:
-        return context.adopt(interop.Allocation(
-            handle, nbytes, context.device, context=context, adapter=self, alignment=ATOM, on_release=functools.partial(context.free, handle),
-            exports=("opaque_fd", "memfd") if exportable else ()))
+        return context.allocation(handle, nbytes, free=functools.partial(context.free, handle), alignment=ATOM, atom=context.atom,
+                                  exports=("opaque_fd", "memfd") if exportable else ())
 
     def export_handle(self, a: interop.Allocation, kind: str) -> interop.ExternalHandle:
         size = -(-a.nbytes // PAGE) * PAGE
@@ -463,21 +468,22 @@ class ToyAdapter(Adapter):
         h.take()                                # only now: a refused descriptor is closed by whoever holds it
         return self._own(context, handle, h.nbytes, True)
 
-    def map(self, a: interop.Allocation, access: str) -> Mapped:
+    def map(self, a: interop.Allocation, access: str, first: int, nbytes: int) -> Mapped:
         context = self.context(a.context)
         if context.flavour is None:
             return NotImplemented
         address = context.map(a.handle)
         if context.flavour != "flush" and not context.coherent:
             b = context.block(a.handle, "map")
-            ctypes.memmove(address, b.base, b.nbytes)       # such an API fetches when it maps
+            ctypes.memmove(address + first, b.base + first, nbytes)       # such an API fetches when it maps
 
         def whole_atoms(move: Callable[[int, int, int], None], first: int, nbytes: int) -> None:
             start, end = first // ATOM * ATOM, min(-(-(first + nbytes) // ATOM) * ATOM, a_bytes)
             move(handle, start, end - start)
 
         handle, a_bytes = a.handle, a.nbytes
-        unmap = functools.partial(context.unmap, handle, access)
+        address += first
+        unmap = functools.partial(context.unmap, handle, access, first, nbytes)
         if context.flavour == "flush":
             return Mapped(address, unmap, flush=functools.partial(whole_atoms, context.flush),
                           invalidate=functools.partial(whole_atoms, context.invalidate))
@@ -523,7 +529,8 @@ class _Side:
         while k and (t.shape[k - 1] == 1 or t.strides[k - 1] * size == self.run):
             self.run *= t.shape[k - 1]
             k -= 1
-        self.offsets = [sum(i * s * size for i, s in zip(at, t.strides, strict=False)) for at in itertools.product(*map(range, t.shape[:k]))]
+        self.offsets = [sum(i * s * size for i, s in zip(at, t.strides, strict=False))
+                        for at in itertools.product(*map(range, t.shape[:k]))]
 
     def pieces(self, step: int) -> list[int]:
         return [self.first + o + i for o in self.offsets for i in range(0, self.run, step)]

@@ -6,7 +6,8 @@ cdef extern from *:
     """
     #include <pthread.h>
     static unsigned int interop_generation = 0;        /* counts forks seen from inside: the child owns no driver object */
-    static void interop_forked(void) { interop_generation++; }
+    static int interop_n_entries = 0;                  /* of the ledger: leases and Points of the parent do not bind the child */
+    static void interop_forked(void) { interop_generation++; interop_n_entries = 0; }
     static void interop_watch_fork(void) { pthread_atfork(NULL, NULL, interop_forked); }
 
     /* Objects that cannot be released where they are: pushed from any thread, with or without the GIL, never blocking. */
@@ -24,6 +25,7 @@ cdef extern from *:
     static interop_node *interop_take_retired(void) { return __atomic_exchange_n(&interop_retired, NULL, __ATOMIC_ACQUIRE); }
     """
     unsigned int interop_generation
+    int _n_entries "interop_n_entries"
     int (*interop_drain_call)(void*) noexcept
     void interop_watch_fork()
     ctypedef struct interop_node:
@@ -50,18 +52,22 @@ def report(e):
 
 
 cdef _report(e):
-    import sys
-    sys.unraisablehook(_Unraisable(type(e), e, e.__traceback__, "interop: while releasing", None))
-
-
-from types import SimpleNamespace as _SimpleNamespace
+    cdef PyObject* a = NULL
+    cdef PyObject* b = NULL
+    cdef PyObject* c = NULL
+    kind = type(e)
+    trace = e.__traceback__
+    PyErr_Fetch(&a, &b, &c)
+    Py_INCREF(kind)
+    Py_INCREF(e)
+    if trace is not None:
+        Py_INCREF(trace)
+    PyErr_Restore(<PyObject*>kind, <PyObject*>e, <PyObject*>trace if trace is not None else NULL)
+    PyErr_WriteUnraisable("interop, while releasing")
+    PyErr_Restore(a, b, c)
 
 
 interop_drain_call = drain_call
-
-
-cdef object _Unraisable(exc_type, exc_value, exc_traceback, err_msg, object):
-    return _SimpleNamespace(exc_type=exc_type, exc_value=exc_value, exc_traceback=exc_traceback, err_msg=err_msg, object=object)
 
 
 def drain():
@@ -104,21 +110,40 @@ cdef struct Entry:
     PyObject* object             # strong
 
 cdef Entry* _entries = NULL
-cdef int _n_entries = 0
 cdef int _room = 0
 cdef uint64_t _next_id = 1
 cdef uint64_t _next_space = 1
 
 
 cdef inline bint overlaps(Entry* e, uint64_t space, int64_t lo, int64_t hi) noexcept nogil:
-    return e.space == space and e.lo < hi and lo < e.hi
+    return e.space == space and e.lo < hi and lo < e.hi and lo < hi and e.lo < e.hi      # no bytes: nothing to share
 
 
 def ledger_find(uint64_t space, int64_t lo, int64_t hi, int kinds):
     """``[(id, kind, object)]`` of the entries of these kinds that touch bytes lo to hi of a space."""
-    cdef int i
-    return [(_entries[i].id, _entries[i].kind, <object>_entries[i].object) for i in range(_n_entries)
-            if _entries[i].kind & kinds and overlaps(&_entries[i], space, lo, hi)]
+    cdef int i, n = 0
+    cdef list out
+    cdef Entry* found
+    if not _n_entries:
+        return []
+    # Copied before any Python object is made: making one may run the collector, and that may end a lease
+    found = <Entry*>malloc(<size_t>_n_entries * sizeof(Entry))
+    if found == NULL:
+        raise MemoryError()
+    for i in range(_n_entries):
+        if _entries[i].kind & kinds and overlaps(&_entries[i], space, lo, hi):
+            found[n] = _entries[i]
+            Py_INCREF(<object>found[n].object)
+            n += 1
+    out = []
+    try:
+        for i in range(n):
+            out.append((found[i].id, found[i].kind, <object>found[i].object))
+    finally:
+        for i in range(n):
+            Py_DECREF(<object>found[i].object)
+        free(found)
+    return out
 
 
 def ledger_add(uint64_t space, int64_t lo, int64_t hi, int kind, object, int against=0, uint64_t own=0):
@@ -171,8 +196,24 @@ def ledger_remove(uint64_t id):
 
 cdef from_space(uint64_t space):
     # An allocation is gone: nothing can ask for its bytes any more.
-    for id in [_entries[i].id for i in range(_n_entries) if _entries[i].space == space]:
-        ledger_remove(id)
+    cdef int i = 0
+    while i < _n_entries:
+        if _entries[i].space == space:
+            ledger_remove(_entries[i].id)
+            i = 0
+        else:
+            i += 1
+
+
+def ledger_strike(object):
+    """Strike out every entry of an object."""
+    cdef int i = 0
+    while i < _n_entries:
+        if _entries[i].object == <PyObject*>object:
+            ledger_remove(_entries[i].id)
+            i = 0
+        else:
+            i += 1
 
 
 def ledger_object(uint64_t id):
@@ -229,20 +270,29 @@ cdef int check_bytes(DLTensor* d, PyObject* alloc, stream) except -1:
     cdef int64_t lo = 0, hi = 0
     cdef uint64_t space = 0
     cdef int i
-    cdef list pending = None
+    cdef bint met = False
     if interop_inside_lease:
         return 0
     byte_range(d, 0, &lo, &hi)
     place_range(d, alloc, &space, &lo, &hi)
     for i in range(_n_entries):
-        if _entries[i].kind & (WRITE_LEASE | WRITE_POINT) and overlaps(&_entries[i], space, lo, hi):
-            if _entries[i].kind == WRITE_LEASE:
-                _up_conflict(<object>_entries[i].object)
-            if pending is None:
-                pending = []
-            pending.append((_entries[i].id, <object>_entries[i].object))
-    if pending is not None:
-        _up_ready(pending, device_of(d.device), stream)
+        met |= _entries[i].kind & (WRITE_LEASE | WRITE_POINT) != 0 and overlaps(&_entries[i], space, lo, hi)
+    if not met:
+        return 0
+    found = ledger_find(space, lo, hi, WRITE_LEASE | WRITE_POINT)
+    for _, kind, holder in found:
+        if kind == WRITE_LEASE:
+            _up_conflict(holder)
+    _up_ready([(id, point) for id, _, point in found], device_of(d.device), stream)
+    return 0
+
+
+cdef int may_read(DLTensor* d, PyObject* alloc, stream) except -1:
+    """Before bytes are read or handed out: open, of this process, nobody writing, what is pending ordered."""
+    if alloc != NULL:
+        check_allocation(<Allocation>alloc)
+    if _n_entries:
+        check_bytes(d, alloc, stream)
     return 0
 
 
@@ -265,7 +315,21 @@ cdef void byte_range(DLTensor* d, uint64_t flags, int64_t* lo, int64_t* hi) noex
     hi[0] = <int64_t>d.byte_offset + ((high * width + 7) >> 3)
 
 
-cdef void place_range(DLTensor* d, PyObject* alloc, uint64_t* space, int64_t* lo, int64_t* hi) noexcept:
+_handles = {}                    # (device type, id, handle) -> WeakSet of the Allocations that have it
+
+
+cdef object known_allocation(DLTensor* d):
+    """The one live Allocation behind a handle; None where there is none, or several in different Contexts: then nobody can tell."""
+    found = _handles.get((d.device.device_type, d.device.device_id, <uintptr_t>d.data))
+    if found is None:
+        return None
+    alive = [a for a in found if not a.is_closed]
+    if not alive or len({id(a.context) for a in alive}) > 1:
+        return None
+    return alive[0]
+
+
+cdef int place_range(DLTensor* d, PyObject* alloc, uint64_t* space, int64_t* lo, int64_t* hi) except -1:
     # From "relative to data" to a range in the space that all views, imports and aliases of the bytes share.
     cdef int64_t shift
     if alloc != NULL and ((<Allocation>alloc).space or not addressable(d.device.device_type)):
@@ -277,11 +341,17 @@ cdef void place_range(DLTensor* d, PyObject* alloc, uint64_t* space, int64_t* lo
         space[0] = 0
         shift = <int64_t><uintptr_t>d.data
     else:
-        # a handle that nobody vouches for: the handle itself is all there is to compare
-        space[0] = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>d.data
-        shift = 0
+        known = known_allocation(d)
+        if known is not None:
+            space[0] = (<Allocation>known).space
+            shift = (<Allocation>known).origin
+        else:
+            # a handle that nobody vouches for: the handle itself is all there is to compare
+            space[0] = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>d.data
+            shift = 0
     lo[0] += shift
     hi[0] += shift
+    return 0
 
 
 def byte_span(Tensor t not None):
@@ -291,6 +361,9 @@ def byte_span(Tensor t not None):
     byte_range(&t.dl, t.flags, &lo, &hi)
     place_range(&t.dl, t.alloc, &space, &lo, &hi)
     return space, lo, hi
+
+
+from weakref import WeakKeyDictionary as _WeakKeyDictionary, WeakSet as _WeakSet, ref as _weak
 
 
 # ---- Allocation ----
@@ -308,6 +381,7 @@ cdef class Allocation:
     cdef readonly frozenset exports      # kinds of ExternalHandle that export() makes
     cdef readonly dict imports           # what other Contexts made of these bytes; released before the root
     cdef readonly bint readonly
+    cdef readonly object atom            # int: bytes that the host and the device can only exchange together; leases are of whole ones
     cdef readonly object adapter         # who maps, copies and exports it; None: plain host memory
     cdef object on_release
     cdef DLDevice dl
@@ -317,12 +391,18 @@ cdef class Allocation:
     cdef Py_ssize_t lent                 # exports that are alive
     cdef bint closed
     cdef bint owns_space         # the serial number is its own, not its root's
+    cdef Allocation lender       # the root, as long as this map or import counts as an export of it
+    cdef bint foreign            # somebody else's memory, seen through a tensor: not ours to close
+    cdef bint dies_at_fork       # pages that a child does not inherit
     cdef unsigned int generation
     cdef object __weakref__
 
     def __init__(self, uint64_t value, nbytes, device, *, owner=None, on_release=None, context=None, adapter=None, alignment=None,
-                 readonly=False, traits=(), exports=(), Allocation root=None, root_offset=0):
-        """`root`: the Allocation whose bytes this one is an import of; they share leases and Points, `root_offset` bytes in."""
+                 readonly=False, traits=(), exports=(), Allocation root=None, root_offset=0, lent=False, dies_at_fork=False, atom=1):
+        """`root`: the Allocation whose bytes this one is an import of; they share leases and Points, `root_offset` bytes in. `lent`:
+        while this one lives, the root cannot be closed. `dies_at_fork`: a child must not touch it. `atom`: the bytes that
+        the host and the device exchange together at least (Vulkan's nonCoherentAtomSize where memory is not coherent).
+        """
         global _next_space
         self.dl = get_device(device).dl
         if not 0 <= nbytes < 2**63:
@@ -335,10 +415,15 @@ cdef class Allocation:
         self.adapter = adapter
         self.alignment = alignment if alignment is not None else ((value & -value) if value and addressable(self.dl.device_type) else 1)
         self.readonly = readonly
+        self.atom = root.atom if root is not None else atom
         self.traits = frozenset(traits)
         self.exports = frozenset(exports)
         self.imports = {}
         self.generation = interop_generation
+        self.dies_at_fork = dies_at_fork or context is not None
+        if root is not None and lent:
+            self.lender = root
+            root.lent += 1
         if root is not None:
             if root_offset < 0 or root_offset + nbytes > root.nbytes:
                 raise ValueError(f"an import of {nbytes} bytes at {root_offset} does not lie in its root of {root.nbytes} bytes")
@@ -347,9 +432,16 @@ cdef class Allocation:
         elif addressable(self.dl.device_type):
             self.origin = <int64_t>value
         else:
-            self.space = _next_space
-            self.owns_space = True
-            _next_space += 1
+            key = (self.dl.device_type, self.dl.device_id, value)
+            same = [a for a in _handles.setdefault(key, _WeakSet()) if not a.is_closed and a.context is context]
+            if same:                             # one memory object, wrapped again: the same leases and Points
+                self.space = (<Allocation>same[0]).space
+                self.origin = (<Allocation>same[0]).origin
+            else:
+                self.space = _next_space
+                self.owns_space = True
+                _next_space += 1
+            _handles[key].add(self)
 
     @property
     def device(self):
@@ -406,6 +498,8 @@ cdef class Allocation:
         """
         if self.closed:
             return
+        if self.foreign:
+            raise ExchangeError("this memory is somebody else's: interop only looks at it", "drop the tensors and arrays over it")
         if self.generation == interop_generation:
             space, lo, hi = self.span()
             for _, kind, holder in ledger_find(space, lo, hi, READ_LEASE | WRITE_LEASE):
@@ -441,8 +535,17 @@ cdef release_allocation(Allocation a, bint now):
     if a.closed:
         return
     a.closed = True
-    if a.generation != interop_generation:
-        return                   # the parent's: releasing it here would be its second release
+    if interop_finalizing() or (a.generation != interop_generation
+                                and (a.dies_at_fork or a.adapter is not None or a.on_release is not None)):
+        # the parent's, whose second release this would be; or too late for anybody's driver: leaks on purpose
+        if a.owner is not None:
+            Py_INCREF(a.owner)
+        if a.context is not None:
+            Py_INCREF(a.context)
+        return
+    if a.lender is not None:
+        a.lender.lent -= 1
+        a.lender = None
     pending = [p for _, _, p in ledger_find(a.space, a.origin, a.origin + a.nbytes, READ_POINT | WRITE_POINT) if not p.done()]
     if a.owns_space:
         from_space(a.space)
@@ -490,6 +593,9 @@ class _Release:
             except BaseException as e:
                 _report(e)
         self.callback = self.owner = self.context = None
+        for point in self.points:
+            ledger_strike(point)
+        self.points = ()
 
     def __del__(self):
         self.run()
@@ -500,6 +606,11 @@ cdef list _later = []            # releases that wait for queued work
 
 def _release_later(point):
     release_ready()
+
+
+def waiting_in(context):
+    """How many releases of a Context wait for queued work."""
+    return len([w for w in _later if w.context is context])
 
 
 def release_ready():
@@ -516,7 +627,7 @@ def release_ready():
 cdef int check_allocation(Allocation a) except -1:
     if a.closed:
         raise ExchangeError(f"this memory of {a.nbytes} bytes on {a.device} was closed", "make the tensor anew")
-    if a.generation != interop_generation and a.context is not None:
+    if a.generation != interop_generation and a.dies_at_fork:
         raise ExchangeError(f"this memory on {a.device} was made before fork: a child process owns no driver object",
                             "make it in the child, or start workers with the 'spawn' method")
     return 0
@@ -582,10 +693,13 @@ cdef Tensor allocation_view(Allocation a, shape, Device device, DType dtype, str
     offset = _index(byte_offset)
     if not 0 <= offset <= a.nbytes:
         raise ValueError(f"byte_offset {offset} lies outside the allocation of {a.nbytes} bytes")
-    d.byte_offset = offset
+    d.byte_offset = 0
     byte_range(&d, 0, &lo, &hi)
-    if not is_empty(n, dims) and (lo < 0 or hi > a.nbytes):
-        raise ValueError(f"shape {extents} of {dtype} at byte {offset} touches bytes {lo} to {hi} of an allocation of {a.nbytes} bytes")
+    first, last = offset + <object>lo, offset + <object>hi       # beyond 64 bits, where it must be
+    if not is_empty(n, dims) and (first < 0 or last > a.nbytes):
+        raise ValueError(f"shape {extents} of {dtype} at byte {offset} touches bytes {first} to {last} "
+                         f"of an allocation of {a.nbytes} bytes")
+    d.byte_offset = offset
     if addressable(a.dl.device_type) and (a.value + <uint64_t>offset) % <uint64_t>component_bytes(dtype.dl) and not is_empty(n, dims):
         raise ValueError(f"byte_offset {offset}: the first {dtype} would lie at {a.value + <uint64_t>offset:#x}, "
                          f"not a multiple of {component_bytes(dtype.dl)} bytes")
@@ -634,13 +748,12 @@ cdef copy_view(Tensor out, Tensor t):
 
 cdef inline Tensor lend(Tensor t, stream):
     """Before a tensor leaves: nobody may be writing, what is pending is ordered, and the export is counted where there is a close()."""
-    if _n_entries:
-        check_bytes(&t.dl, t.alloc, stream)
+    may_read(&t.dl, t.alloc, stream)
     return counted(t) if t.alloc != NULL else t
 
 
 # ---- the allocation of a foreign tensor ----
-_foreign = __import__("weakref").WeakKeyDictionary()     # root Tensor -> weak Allocation
+_foreign = _WeakKeyDictionary()  # root Tensor -> weak Allocation
 
 
 cdef Tensor root_of(Tensor t):
@@ -673,14 +786,33 @@ cdef object allocation_of(Tensor t):
                        readonly=bool(root.flags & DL_READ_ONLY))
     else:
         # the size behind a foreign handle is not known: as far as this view reaches
+        known = known_allocation(&root.dl)
         a = Allocation(<uint64_t><uintptr_t>root.dl.data, max(hi, 0), device_of(root.dl.device), owner=root,
-                       readonly=bool(root.flags & DL_READ_ONLY))
-        a.space = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>root.dl.data
-    _foreign[root] = __import__("weakref").ref(a)
+                       readonly=bool(root.flags & DL_READ_ONLY), root=known if known is not None and hi <= known.nbytes else None,
+                       context=None if known is None else known.context, adapter=None if known is None else known.adapter)
+        if known is None:
+            a.space = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>root.dl.data
+    a.foreign = True
+    _foreign[root] = _weak(a)
     return a
 
 
 # ---- what the layer above asks of a tensor ----
+def view_of(x):
+    """A Tensor over `x` where it lies, aligned or not; ExchangeError where the producer only gives a copy."""
+    cdef TypeRecord r = record_of(<PyObject*>x)
+    cdef Tensor t = read_as_is(<PyObject*>x, r)
+    if arrived_fresh(t, r):
+        raise ExchangeError(f"{type(x).__name__} gives a copy of its memory: what is written there is lost",
+                            "copy it: interop.as_tensor(x)")
+    return t
+
+
+def known_target(target):
+    """Raise for what names no target."""
+    target_of(target)
+
+
 def is_host(Tensor t not None):
     """Whether the host can read its memory where it is."""
     return host_accessible(t.dl.device.device_type)

@@ -42,7 +42,7 @@ cdef Tensor consume_capsule(object capsule):
 
 
 cdef Tensor recognised(Tensor t, PyObject* owner):
-    """What interop itself exported: a view of the tensor that was exported, so that a chain of hands does not grow, and a handle is known."""
+    """What interop itself exported: a view of the tensor that was exported, so that no chain of hands grows, and a handle is known."""
     cdef Tensor out
     if not isinstance(<object>owner, Tensor):
         return t

@@ -57,7 +57,7 @@ cdef Tensor read_generic(x, TypeRecord r, Device device, copy, stream):
             raise TypeError(f"adapter {r.framework}: to_tensor returned {type(t).__name__}, not a Tensor")
         return t
     if source == SRC_BUFFER:
-        if device is None:
+        if device is None or host_accessible(device.dl.device_type):
             try:
                 return read_buffer(x)
             except (BufferError, ValueError):        # jax: a dtype or a device that buffers do not have
@@ -159,8 +159,9 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         t = read_slow(x, r, None, False if copy is False else None, stream)
     if device is not None and not same_memory(t.dl.device, device.dl):
         if copy is False:
-            raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: that takes a copy, which copy=False forbids",
-                                "leave copy out")
+            raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: "
+                                "that takes a copy, which copy=False forbids", "leave copy out")
+        may_read(&t.dl, t.alloc, None)
         t = _up_move(t, device, source_name(x, r))
         t.flags |= DL_IS_COPIED
         copy = None
@@ -168,6 +169,8 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         raise ExchangeError(f"{type(x).__name__} arrived as a copy and copy=False forbids it")
     if stream is not None:
         settle_stream(t, stream)
+    if copy is True or (readonly is False and t.flags & DL_READ_ONLY) or misaligned(&t.dl):
+        may_read(&t.dl, t.alloc, None)       # its bytes are about to be read
     if copy is True:
         if not (t.flags & DL_IS_COPIED) or r.source == SRC_TENSOR:
             t = packed(&t.dl, t.flags, source_name(x, r), "interop", "copy=True was asked for", None)
@@ -388,8 +391,6 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
             copy = None
     if t is not None:
         use(&s, t)
-    if _n_entries:
-        check_bytes(&s.dl, t.alloc if t is not None else NULL, stream)
     return finish(&s, t, x, r, g, copy, readonly, stream)
 
 
@@ -409,6 +410,7 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
     """From a borrowed source to the target's object; `t` keeps what is borrowed where the object itself does not."""
     cdef int what
     cdef bint promised = readonly is True
+    may_read(&s.dl, t.alloc if t is not None else NULL, stream)
     if stream is not None and host_accessible(s.dl.device.device_type):
         check_host_stream(stream, s.dl.device)
     if readonly is False and not g.writable:
@@ -557,12 +559,19 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
     cdef Source s
     cdef str name = source_name(x, r)
     here = device_of(t.dl.device)
+    may_read(&t.dl, t.alloc, None)
     if copy is False:
-        raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids", "leave copy out")
+        raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids",
+                            "leave copy out")
     if g.kind == TO_TENSOR:
         t = _up_move(t, g.native_place if g.native_place is not None else wanted, name)
         t.flags |= DL_IS_COPIED
         return t
+    if host_accessible(wanted.dl.device_type):
+        t = _up_move(t, wanted, name)
+        t.flags |= DL_IS_COPIED
+        use(&s, t)
+        return finish(&s, t, x, r, g, None, readonly, stream)
     if g.adapter is None or getattr(g.adapter, "to_device", None) is None:
         raise ExchangeError(f"interop has no way of its own to copy from {here} to {wanted} yet",
                             "a framework that uses the device can: interop.to(x, 'torch', device=...)")

@@ -90,17 +90,15 @@ cdef object as_array(Tensor t, dtype, copy):
 
 cdef object array_interface(Tensor t):
     if not host_accessible(t.dl.device.device_type) or is_packed(t.dl.dtype, t.flags) or t.dl.dtype.lanes > 1 \
-            or format_of(t.dl.dtype) == NULL:
+            or format_of(t.dl.dtype) == NULL or t.alloc != NULL:
+        # A dict of numbers counts as no export, so what can be closed is shown through the buffer protocol only.
         # np.asarray goes on to __array__, which knows ml_dtypes or says what is wrong
         raise AttributeError(f"__array_interface__ cannot describe {dtype_of(t.dl.dtype)} on {device_of(t.dl.device)}")
     return interface_of(t)
 
 
 cdef object interface_of(Tensor t):
-    if _n_entries:
-        check_bytes(&t.dl, t.alloc, None)
-    if t.alloc != NULL:
-        check_allocation(<Allocation>t.alloc)
+    may_read(&t.dl, t.alloc, None)
     cdef int64_t size = element_bytes(t.dl.dtype, t.flags)
     kind = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}[t.dl.dtype.code]
     return {"version": 3, "shape": t.shape, "typestr": f"{'|' if size == 1 else '<'}{kind}{size}",

@@ -31,7 +31,7 @@ cdef extern from *:
         PyGILState_Release(s);
     }
 
-    /* One word of a managed block: who may free it. 0: the deleter; 1: a call into a foreign importer is under way; 2: deleted meanwhile. */
+    /* One word of a managed block: who may free it. 0: the deleter; 1: a call into a foreign importer is under way; 2: deleted since. */
     static int interop_cas(int *p, int from, int to) {
         return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     }
@@ -121,6 +121,7 @@ cdef extern from "Python.h":
     void PyErr_Fetch(PyObject**, PyObject**, PyObject**)
     void PyErr_Restore(PyObject*, PyObject*, PyObject*)
     PyObject* PyErr_Occurred() noexcept
+    void PyErr_WriteUnraisable(object) noexcept
     PyObject* PyDict_GetItemWithError(object, object) except? NULL
     object PyObject_VectorcallMethod(object name, PyObject** args, size_t nargsf, PyObject* kwnames)
     size_t PY_VECTORCALL_ARGUMENTS_OFFSET

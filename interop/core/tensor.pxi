@@ -262,6 +262,7 @@ cdef class Tensor:
     def __invert__(self): return no_arithmetic()
     def __abs__(self): return no_arithmetic()
     # int() and float() would otherwise read the buffer as text
+    def __index__(self): return no_arithmetic()
     def __int__(self): return no_arithmetic()
     def __float__(self): return no_arithmetic()
     def __complex__(self): return no_arithmetic()

@@ -161,6 +161,11 @@ cdef class Device:
         return self.dl.device_id
 
     @property
+    def index(self):
+        """The number as it is written: 1 of ``acme:1``, whose `id` lies in a block of numbers registered for the name."""
+        return _device_names.spell(self.dl.device_type, self.dl.device_id)[1]
+
+    @property
     def name(self):
         """The type's name: ``"cpu"``, ``"cuda"``..."""
         return _device_names.spell(self.dl.device_type, self.dl.device_id)[0]

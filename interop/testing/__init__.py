@@ -69,12 +69,11 @@ from .producers import (
 )
 
 __all__ = [
-    "ABSENT", "ALL_KEYWORDS", "AllocatorError", "ArrayInterface", "BFLOAT", "BOOL", "COMPLEX", "CPU", "CUDA",
-    "CUDA_HOST", "CUDA_MANAGED", "Capsule", "Consumed", "ContractBroken", "CudaArrayInterface", "DLDataType",
-    "DLDevice", "DLManagedTensor", "DLManagedTensorVersioned", "DLPackExchangeAPI", "DLPackExchangeAPIHeader",
-    "DLPackVersion", "DLTensor", "EXCHANGE_API", "EXT_DEV", "ExchangeTable", "FLOAT", "FLOAT4_E2M1FN", "Forged",
-    "ForgedTable", "Forwarder", "HOST_DEVICES", "INT", "IS_COPIED", "LEGACY", "METAL", "Malformed", "ManagedTensor",
-    "ONEAPI", "OPAQUE_HANDLE", "OPENCL", "Producer", "READ_ONLY", "ROCM", "ROCM_HOST", "SUBBYTE_PADDED", "Spent",
-    "TensorFields", "UINT", "USED_LEGACY", "USED_VERSIONED", "VERSIONED", "VULKAN", "WEBGPU", "WithoutDevice",
-    "compact_strides", "exchange_table", "producer_type", "settle", "strays",
+    "ABSENT", "ALL_KEYWORDS", "BFLOAT", "BOOL", "COMPLEX", "CPU", "CUDA", "CUDA_HOST", "CUDA_MANAGED", "EXCHANGE_API", "EXT_DEV", "FLOAT",
+    "FLOAT4_E2M1FN", "HOST_DEVICES", "INT", "IS_COPIED", "LEGACY", "METAL", "ONEAPI", "OPAQUE_HANDLE", "OPENCL", "READ_ONLY", "ROCM",
+    "ROCM_HOST", "SUBBYTE_PADDED", "UINT", "USED_LEGACY", "USED_VERSIONED", "VERSIONED", "VULKAN", "WEBGPU", "AllocatorError",
+    "ArrayInterface", "Capsule", "Consumed", "ContractBroken", "CudaArrayInterface", "DLDataType", "DLDevice", "DLManagedTensor",
+    "DLManagedTensorVersioned", "DLPackExchangeAPI", "DLPackExchangeAPIHeader", "DLPackVersion", "DLTensor", "ExchangeTable", "Forged",
+    "ForgedTable", "Forwarder", "Malformed", "ManagedTensor", "Producer", "Spent", "TensorFields", "WithoutDevice", "compact_strides",
+    "exchange_table", "producer_type", "settle", "strays",
 ]  # fmt: skip
