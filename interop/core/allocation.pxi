@@ -546,7 +546,12 @@ cdef release_allocation(Allocation a, bint now):
     if a.lender is not None:
         a.lender.lent -= 1
         a.lender = None
-    pending = [p for _, _, p in ledger_find(a.space, a.origin, a.origin + a.nbytes, READ_POINT | WRITE_POINT) if not p.done()]
+    pending = []
+    for id, _, p in ledger_find(a.space, a.origin, a.origin + a.nbytes, READ_POINT | WRITE_POINT):
+        if not p.done():
+            pending.append(p)
+        elif not a.foreign:
+            ledger_remove(id)    # the bytes that it speaks of are gone
     if a.owns_space:
         from_space(a.space)
     imports = list(a.imports.values())
