@@ -19,6 +19,7 @@ from libc.string cimport memcpy, memset, strcmp
 cimport numpy as cnp
 
 from .dlpack cimport *
+from .native cimport *
 
 import numpy as np
 
@@ -42,3 +43,4 @@ include "core/consume.pxi"
 include "core/expose.pxi"
 include "core/exchange.pxi"
 include "core/convert.pxi"
+include "core/native.pxi"

@@ -153,7 +153,8 @@ cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
         t.stream = sent if sent is not None and not r.refuses & KW_STREAM else 1
     if copy is False and t.flags & DL_IS_COPIED:
         raise ExchangeError(f"{type(x).__name__}.__dlpack__ copied although copy=False forbids it")
-    return t
+    # a handle says neither its size nor when it is ready: what the side channel is for
+    return t if addressable(t.dl.device.device_type) else join_native(t, x)
 
 
 cdef int check_arrival(Tensor t, Device wanted, x) except -1:
