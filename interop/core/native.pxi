@@ -254,7 +254,8 @@ cdef int check_native_pointer(const InteropNativeV1* v) except -1:
     cdef bint pointer = v.flags & INTEROP_NATIVE_HANDLE_IS_POINTER
     if addressable(v.device_type):
         if not pointer:
-            raise ExchangeError(f"memory on {_device_names.NAMES[v.device_type]} has an address, and handle_is_pointer is not set", "set it")
+            raise ExchangeError(f"handle_is_pointer is not set for memory on {_device_names.NAMES[v.device_type]}, which has an address",
+                                "set it")
         if v.handle + v.nbytes < v.handle:
             raise ExchangeError(f"{v.nbytes} bytes from handle {v.handle:#x} run past the address space")
     elif pointer and v.device_type in (kDLOpenCL, kDLVulkan, kDLMetal, kDLWebGPU):
