@@ -34,13 +34,14 @@ class Described:
 
     Attributes:
         fields: what it said; ``fields["owner"]`` keeps the memory.
+        tensor: what DLPack said, where it did: as long as the memory is used through the Allocation, neither is given back.
     """
 
-    __slots__ = ("fields",)
+    __slots__ = ("fields", "tensor")
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        """Keep them."""
-        self.fields = fields
+    def __init__(self, fields: Mapping[str, Any], tensor: Tensor | None) -> None:
+        """Keep both."""
+        self.fields, self.tensor = fields, tensor
 
 
 # ---- giving ----
@@ -171,7 +172,7 @@ def allocation_from(x: Any) -> Allocation:
     Where interop itself made the description it is that very Allocation, with its Context. Raises as `describe` does.
     """
     fields = describe(x)
-    a, point = _allocation(fields)
+    a, point = _allocation(fields, None)
     if not point.done() or point.error() is not None:
         points.note(a.tensor((a.nbytes,), "uint8"), "write", point)
     return a
@@ -189,7 +190,7 @@ def join(t: Tensor, x: Any, method: Callable[..., Any]) -> Tensor:
     if said is None:
         return t
     fields = _read(said, x)
-    a, point = _allocation(fields)
+    a, point = _allocation(fields, t)
     out: Tensor = _core.tensor_within(a, t, "readonly" in fields["flags"])
     points.note(out, "write", point)
     return out
@@ -200,7 +201,7 @@ _known: weakref.WeakValueDictionary[tuple[int, ...], Allocation] = weakref.WeakV
 _lock = threading.Lock()
 
 
-def _allocation(fields: dict[str, Any]) -> tuple[Allocation, Point]:
+def _allocation(fields: dict[str, Any], t: Tensor | None) -> tuple[Allocation, Point]:
     source = _core.native_source(fields["owner"])
     if source is not None:
         return source.allocation, READY     # its Points are in the ledger already
@@ -210,8 +211,8 @@ def _allocation(fields: dict[str, Any]) -> tuple[Allocation, Point]:
     with _lock:
         found = _known.get(key) if fields["context"] else None      # a handle means nothing without its context
         if found is None or found.is_closed:
-            found = Allocation(fields["handle"], fields["nbytes"], device, owner=Described(fields), readonly="readonly" in fields["flags"],
-                               traits=fields["flags"] & _TRAITS)
+            found = Allocation(fields["handle"], fields["nbytes"], device, owner=Described(fields, t),
+                               readonly="readonly" in fields["flags"], traits=fields["flags"] & _TRAITS)
             if fields["context"]:
                 _known[key] = found
     return found, point
