@@ -12,7 +12,7 @@ setup(
                 ["interop/_core.pyx"],
                 include_dirs=[numpy.get_include()],
                 define_macros=[("NPY_NO_DEPRECATED_API", "NPY_2_0_API_VERSION"), ("NPY_TARGET_VERSION", "NPY_2_0_API_VERSION")],
-                depends=["interop/dlpack.pxd", *__import__("glob").glob("interop/core/*.pxi")],
+                depends=["interop/dlpack.pxd", "interop/native.pxd", *__import__("glob").glob("interop/core/*.pxi")],
                 extra_compile_args=["-O2", "-fno-strict-aliasing", "-fvisibility=hidden"],
             )
         ]

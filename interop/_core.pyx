@@ -18,6 +18,7 @@ from libc.string cimport memcpy, memset, strcmp
 cimport numpy as cnp
 
 from .dlpack cimport *
+from .native cimport *
 
 import numpy as np
 
@@ -41,3 +42,4 @@ include "core/consume.pxi"
 include "core/expose.pxi"
 include "core/exchange.pxi"
 include "core/convert.pxi"
+include "core/native.pxi"

@@ -22,7 +22,8 @@ __all__ = ["Adapter", "ExchangeError", "Guard", "Importable", "Limits", "Mapped"
            "set_cuda_driver"]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
-CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device")
+CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
+                "native_fields")
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Adapter:
     #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot
     #   record(place, stream) -> Point                       when what the queue was given so far is done
     #   to_device(x, device) -> object                       the framework's own copy to another device
+    #   native_fields(allocation) -> dict                    what the side channel says of it: some of `interop.native.ADAPTER_FIELDS`
 
     def can(self, capability: str) -> bool:
         """Whether this adapter has one of `CAPABILITIES`."""

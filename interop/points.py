@@ -155,7 +155,8 @@ class Foreign(Point):
             try:
                 self._finished = bool(self._done())
             except Exception as e:  # a fence that cannot be asked any more (device lost) never will be done otherwise
-                self._error, self._finished = e, True
+                # without its frames: what they hold, tensors among it, would live as long as the ledger keeps this
+                self._error, self._finished = e.with_traceback(None), True
             if self._finished:
                 # what the functions hold (a fence, a device) is not needed any more
                 self._done = _yes
@@ -172,7 +173,7 @@ class Foreign(Point):
         except TimeoutError:
             pass
         except Exception as e:
-            self._error, self._finished = e, True
+            self._error, self._finished = e.with_traceback(None), True
 
     def error(self) -> BaseException | None:
         """What done() or wait() raised."""

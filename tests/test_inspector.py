@@ -592,5 +592,5 @@ def test_no_other_library_is_imported() -> None:
         check=True,
         timeout=60,
     )
-    names = ["abi", "capsule", "exchange", "forged", "producers"]
+    names = ["abi", "capsule", "exchange", "forged", "native", "producers"]
     assert done.stdout.strip() == repr(["interop.testing", *(f"interop.testing.{name}" for name in names)])

@@ -187,7 +187,8 @@ cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
         t.stream = sent if sent is not None and not r.refuses & KW_STREAM else default_stream(t.dl.device.device_type)
     if copy is False and t.flags & DL_IS_COPIED:
         raise ExchangeError(f"{type(x).__name__}.__dlpack__ copied although copy=False forbids it")
-    return t
+    # a handle says neither its size nor when it is ready: what the side channel is for
+    return t if addressable(t.dl.device.device_type) else join_native(t, x)
 
 
 cdef inline int64_t default_stream(int32_t kind) noexcept nogil:
