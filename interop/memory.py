@@ -311,7 +311,7 @@ def export(a: Allocation, kind: str) -> ExternalHandle:
     if kind == "host":
         return ExternalHandle("host", a.handle, a.nbytes, owner=a)
     pages = a.owner
-    return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset)
+    return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset + a.handle - pages.address)
 
 
 # ---- host pages ----
@@ -470,11 +470,10 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
         block = _core.host_tensor(extents, kind, False, needed)
         a = Allocation(block.ptr, nbytes, (1, 0), owner=block, alignment=needed, traits=_HOST_TRAITS, exports=("host",))
         return a.tensor(extents, kind)
-    if needed > PAGE and "process" in parties:
-        raise ExchangeError(f"alignment {needed}: memory that other processes map is aligned to pages of {PAGE} bytes")
     size = max(PAGE, -(-nbytes // PAGE) * PAGE)
-    fd = _memfd(size) if "process" in parties else None
-    pages = Pages(size + (needed if needed > PAGE else 0), fd, 0, False, fork=not imported)
+    whole = size + (needed if needed > PAGE else 0)     # a mapping starts on a page: beyond that, room to start further in
+    fd = _memfd(whole) if "process" in parties else None
+    pages = Pages(whole, fd, 0, False, fork=not imported)
     address = -(-pages.address // needed) * needed
     a = Allocation(address, size, (1, 0), owner=pages, alignment=max(needed, PAGE), dies_at_fork=imported, traits=_HOST_TRAITS,
                    exports=("memfd", "host") if fd is not None else ("host",))

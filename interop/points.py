@@ -55,7 +55,7 @@ class Point:
             self._wait(timeout)
         error = self.error()
         if error is not None:
-            raise error
+            raise without_frames(error)
 
     def _wait(self, timeout: float | None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
@@ -100,7 +100,7 @@ class Point:
             yield from future
         error = self.error()
         if error is not None:
-            raise error
+            raise without_frames(error)
 
 
 class Ready(Point):
@@ -345,6 +345,10 @@ def note(tensor: Any, access: str, p: Point) -> None:
     """`p` is when the access to `tensor` ends. A write takes the place of what it was ordered after on the same bytes."""
     if p.done() and (p.error() is None or access == "read"):      # a reader that failed has harmed nobody
         return
+    if not _core.has_allocation(tensor):
+        keep_until(p, tensor)
+        if p.done():
+            return
     space, lo, hi = _core.byte_span(tensor)
     if access == "read":
         prune(_core.ledger_find(space, lo, hi, _core.READ_POINT))
@@ -375,7 +379,10 @@ def forget_writes(tensor: Any) -> None:
 
 
 def keep_until(p: Point, *memory: Any) -> None:
-    """Hold what the queued work uses until `p` is seen to be done; the ledger holds `p` meanwhile."""
+    """Hold memory of others, which queued work uses, until `p` is done; then the ledger forgets it.
+
+    Also where it failed: nobody says when such memory goes, and its address would be the next one's. `p` itself tells the error.
+    """
     if memory and not p.done():
         p._keep = memory
         p.add_done_callback(_let_go)
@@ -383,8 +390,7 @@ def keep_until(p: Point, *memory: Any) -> None:
 
 def _let_go(p: Point) -> None:
     p._keep = None
-    if p.error() is None:
-        _core.ledger_strike(p)
+    _core.ledger_strike(p)
 
 
 class After(Point):

@@ -88,8 +88,6 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
     points.forget_writes(to)
     points.note(to, "write", done)
     points.note(source, "read", done)
-    # An Allocation waits for its Points before it frees; memory of others has nobody to wait
-    points.keep_until(done, *[t for t in (to, source) if not _core.has_allocation(t)])
     return done
 
 
@@ -146,9 +144,7 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
 
 def move(t: Any, place: Any, source: str) -> Any:
     """A copy of `t` in the memory of `place` (a Device or a Context). Called by the core."""
-    from .memory import empty
-
-    out = empty(t.shape, t.dtype, device=place)         # refuses where nobody allocates
+    out = _like(t, place)                               # refuses where nobody allocates
     for side in (t, out):
         adapter = _side(side)
         if adapter is not None and not (adapter.can("copy") or adapter.can("map")):
@@ -281,11 +277,17 @@ def stage(t: Any, access: str, target: str) -> Any:
     return out
 
 
-def stage_at(t: Any, place: Any, access: str) -> Any:
-    """A Tensor at another place for the elements of `t`."""
+def _like(t: Any, place: Any) -> Any:
     from .memory import empty
 
-    out = empty(t.shape, t.dtype, device=place)
+    if t.padded:
+        return _core.as_padded(empty(t.shape, "uint8", device=place), t.dtype)
+    return empty(t.shape, t.dtype, device=place)
+
+
+def stage_at(t: Any, place: Any, access: str) -> Any:
+    """A Tensor at another place for the elements of `t`."""
+    out = _like(t, place)
     fetch = access != "write"
     routing.note_copy(str(t.device), str(place), t.nbytes if fetch else 0, f"memory on {t.device} is not that of {place}",
                       "allocate it there: interop.empty(device=...)")

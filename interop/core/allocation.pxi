@@ -323,7 +323,8 @@ cdef object known_allocation(DLTensor* d):
     found = _handles.get((d.device.device_type, d.device.device_id, <uintptr_t>d.data))
     if found is None:
         return None
-    alive = [a for a in found if not a.is_closed]
+    # without a Context or an adapter nobody says whose numbers these are: equal ones are then not one memory
+    alive = [a for a in found if not a.is_closed and (a.context is not None or a.adapter is not None)]
     if not alive or len({id(a.context) for a in alive}) > 1:
         return None
     return alive[0]
@@ -397,6 +398,9 @@ cdef class Allocation:
     cdef unsigned int generation
     cdef object __weakref__
 
+    def __cinit__(self, *args, **kwargs):
+        self.closed = True       # until it is one: what cannot be made releases nothing
+
     def __init__(self, uint64_t value, nbytes, device, *, owner=None, on_release=None, context=None, adapter=None, alignment=None,
                  readonly=False, traits=(), exports=(), Allocation root=None, root_offset=0, lent=False, dies_at_fork=False, atom=1):
         """`root`: the Allocation whose bytes this one is an import of; they share leases and Points, `root_offset` bytes in. `lent`:
@@ -433,7 +437,8 @@ cdef class Allocation:
             self.origin = <int64_t>value
         else:
             key = (self.dl.device_type, self.dl.device_id, value)
-            same = [a for a in _handles.setdefault(key, _WeakSet()) if not a.is_closed and a.context is context]
+            same = [a for a in _handles.setdefault(key, _WeakSet())
+                    if not a.is_closed and a.context is context and a.adapter is adapter and (context, adapter) != (None, None)]
             if same:                             # one memory object, wrapped again: the same leases and Points
                 self.space = (<Allocation>same[0]).space
                 self.origin = (<Allocation>same[0]).origin
@@ -442,6 +447,7 @@ cdef class Allocation:
                 self.owns_space = True
                 _next_space += 1
             _handles[key].add(self)
+        self.closed = False
 
     @property
     def device(self):
@@ -893,6 +899,18 @@ cdef int take_shape(shape, int64_t* dims) except -1:
             raise ValueError(f"shape {extents}: extents are from 0 to 2**63 - 1")
         dims[i] = extents[i]
     return <int>len(extents)
+
+
+def as_padded(Tensor t not None, dtype):
+    """One byte per element, read as a sub-byte dtype with the padded flag: what NumPy and ml_dtypes hold."""
+    cdef DType d = get_dtype(dtype)
+    cdef Tensor out = like_view(t)
+    if d.dl.bits >= 8 or d.dl.lanes != 1 or t.dl.dtype.bits != 8:
+        raise ExchangeError(f"{d} with a byte for each lane cannot be made of {dtype_of(t.dl.dtype)}")
+    take_dims(out, t.dl.ndim, t.dl.shape, t.dl.strides)
+    out.dl.dtype = d.dl
+    out.flags |= DL_SUBBYTE_PADDED
+    return out
 
 
 def bytes_for(shape, dtype):
