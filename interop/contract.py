@@ -161,7 +161,8 @@ class Adapter:
     #   allocate(nbytes, *, place, alignment, shared_with) -> Allocation
     #   export_handle(allocation, kind) -> ExternalHandle
     #   import_handle(handle, *, place) -> Allocation        handle.take() once the driver has taken it
-    #   map(allocation, access, first, nbytes) -> Mapped | NotImplemented     so many bytes from there; may come while others are mapped
+    #   map(allocation, access, first, nbytes) -> Mapped | NotImplemented     so many bytes from there; may come while others are mapped.
+    #       A lease maps in place where the Mapped has flush (which may do nothing) or outlives_unmap; else interop stages
     #   copy(dst, src, stream) -> Point | None | NotImplemented     any strides; each side is the host's or its own. None: done
     #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot
     #   record(place, stream) -> Point                       when what the queue was given so far is done

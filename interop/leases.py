@@ -74,6 +74,8 @@ class Lease:
 
         After `release` it is still there, stale perhaps and never dangling.
         """
+        if self._timeout is not None:
+            raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it without blocking the event loop")
         if self._make is not None:
             with self._lock:
                 make, self._make = self._make, None
@@ -102,6 +104,10 @@ class Lease:
         with self._lock:
             if self.released is not None:
                 return self.released
+            if self._timeout is not None:
+                self._timeout = None       # never held
+                self.released = READY
+                return READY
             if self._generation != _core.generation():
                 self.released = READY      # the parent's: its driver, its write-back, its ledger
                 return READY
@@ -136,6 +142,8 @@ class Lease:
 
     def __enter__(self) -> Any:
         """The value."""
+        if self._timeout is not None:
+            raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it without blocking the event loop")
         if self.released is not None:
             raise LeaseError("this lease was released", "acquire another")
         return self.value
@@ -224,8 +232,9 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
         timeout: seconds to wait while another lease forbids this one; None raises at once. Under a running event loop it is waited in
             ``async with``, not here.
 
-    The bytes are leased, and refusals raised, before this returns; what takes time (pending work, fetching) happens when `Lease.value` is
-    first looked at, in ``with``, or without blocking the event loop in ``async with``.
+    The bytes are leased, and what can be refused without touching the memory is, before this returns; what takes time (pending work,
+    mapping, fetching) happens when `Lease.value` is first looked at, in ``with``, or without blocking the event loop in ``async with``.
+    Whether memory can be mapped in place, only mapping it tells: with ``copy=False`` that refusal comes then.
 
     Raises:
         LeaseError: another lease forbids it; the holder is named.

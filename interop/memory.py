@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PAGE = mmap.PAGESIZE
 _F_SEAL_FUTURE_WRITE = 0x10     # linux/fcntl.h; Python 3.11 has no name for it
 _HOST_TRAITS = ("host_visible", "coherent", "cached")
-#: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE.
+#: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE-FD.
 KINDS: dict[str, tuple[str, str]] = {
     "opaque_fd": ("fd", "a successful import consumes it; else its holder closes it"),
     "dma_buf": ("fd", "a successful import consumes it; else its holder closes it"),
@@ -293,6 +293,8 @@ def import_handle(h: ExternalHandle, place: Any) -> Allocation:
         allocation: Allocation = adapter.import_handle(own, place=where)
     finally:
         own.close()                 # unless the driver took it
+    if isinstance(h.owner, Allocation):
+        _core.join_root(allocation, h.owner)
     return allocation
 
 
@@ -307,11 +309,12 @@ def export(a: Allocation, kind: str) -> ExternalHandle:
         if not a.adapter.can("export_handle"):
             raise ExchangeError(f"adapter {a.adapter.name} exports no handles")
         handle: ExternalHandle = a.adapter.export_handle(a, kind)
+        handle.owner = handle.owner or a        # an import of it in this process shares a's leases and Points
         return handle
     if kind == "host":
         return ExternalHandle("host", a.handle, a.nbytes, owner=a)
     pages = a.owner
-    return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset + a.handle - pages.address)
+    return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset + a.handle - pages.address, owner=a)
 
 
 # ---- host pages ----
@@ -362,9 +365,10 @@ def _wrap_memfd(h: ExternalHandle, nbytes: int, owner: Any, on_release: Any, rea
     if seals & (fcntl.F_SEAL_WRITE | _F_SEAL_FUTURE_WRITE) and not readonly:
         raise ExchangeError("this memfd is sealed against writing", "readonly=True")
     pages = Pages(size, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), h.offset, readonly, fork=True)
+    root = h.owner if isinstance(h.owner, Allocation) and nbytes <= h.owner.nbytes else None
     return Allocation(pages.address, nbytes, (1, 0), owner=pages if owner is None else _Both(pages, owner), on_release=on_release,
                       readonly=readonly, alignment=PAGE if not h.offset % PAGE else 1, traits=_HOST_TRAITS,
-                      exports=("memfd", "host") if owner is None else ("host",))
+                      exports=("memfd", "host") if owner is None else ("host",), root=root, lent=root is not None)
 
 
 class _Both:
@@ -415,10 +419,11 @@ def wrap(handle: Any, nbytes: int, *, device: Any, owner: Any, on_release: Any =
         raise ValueError(f"handle 0 with {nbytes} bytes: NULL is no memory")
     context = where if isinstance(where, Context) else None
     place = context.device if context is not None else where
-    if value + nbytes > 2**64 and adapter is None:
+    host = _host_place(where)
+    if host and value + nbytes > 2**64:
         raise ValueError(f"{nbytes} bytes from {value:#x} run past the address space")
     a = Allocation(value, nbytes, place, owner=owner, on_release=on_release, context=context, adapter=adapter, readonly=readonly,
-                   traits=_HOST_TRAITS if adapter is None else (), exports=("host",) if adapter is None else ())
+                   traits=_HOST_TRAITS if host else (), exports=("host",) if host else ())
     return context.adopt(a) if context is not None else a
 
 

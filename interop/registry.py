@@ -66,7 +66,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "export_handle": (("allocation", "kind"), {}), "import_handle": (("handle",), {"place": None}),
     "importable": (("kind",), {"place": None}), "map": (("allocation", "access", "first", "nbytes"), {}),
     "copy": (("dst", "src", "stream"), {}), "wait": (("place", "stream", "point"), {}), "record": (("place", "stream"), {}),
-    "to_device": (("x", "device"), {}),
+    "to_device": (("x", "device"), {}), "native_fields": (("allocation",), {}),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ def jnp():
 
 
 def test_torch_to_cupy_shares_what_either_side_writes():
-    """SPEC X-TO-SHARE."""
+    """SPEC X-TO-4."""
     t = torch.arange(8, dtype=torch.float32, device="cuda")
     c = interop.to(t, "cupy")
     assert c.data.ptr == t.data_ptr()
@@ -35,7 +35,7 @@ def test_torch_to_cupy_shares_what_either_side_writes():
 
 
 def test_cupy_to_torch_shares_what_either_side_writes():
-    """SPEC X-TO-SHARE."""
+    """SPEC X-TO-4."""
     c = cp.arange(8, dtype=cp.float32)
     t = interop.to(c, "torch")
     assert t.data_ptr() == c.data.ptr
@@ -46,7 +46,7 @@ def test_cupy_to_torch_shares_what_either_side_writes():
 
 
 def test_jax_and_torch_share_device_memory_both_ways(jnp):
-    """SPEC X-TO-SHARE."""
+    """SPEC X-TO-4."""
     j = jnp.arange(1024, dtype=jnp.float32)
     t = interop.to(j, "torch", readonly=True)
     assert t.data_ptr() == j.unsafe_buffer_pointer()
@@ -55,7 +55,7 @@ def test_jax_and_torch_share_device_memory_both_ways(jnp):
 
 
 def test_a_tensor_knows_its_gpu_and_refuses_the_host():
-    """SPEC X-DEV-HOST."""
+    """SPEC X-DEV-3."""
     t = interop.as_tensor(torch.ones(4, device="cuda"))
     assert str(t.device) == "cuda:0"
     for read in (np.asarray, memoryview, lambda x: interop.to(x, "numpy")):
@@ -64,7 +64,7 @@ def test_a_tensor_knows_its_gpu_and_refuses_the_host():
 
 
 def test_device_cpu_copies_and_a_guard_sees_it():
-    """SPEC X-TO-DEVICE."""
+    """SPEC X-TO-3."""
     t = torch.arange(1000, dtype=torch.int32, device="cuda")
     with interop.copy_guard("log") as routes:
         n = interop.to(t, "numpy", device="cpu")
@@ -75,7 +75,7 @@ def test_device_cpu_copies_and_a_guard_sees_it():
 
 
 def test_host_to_cuda_through_the_target_framework():
-    """SPEC X-TO-DEVICE."""
+    """SPEC X-TO-3."""
     t = interop.to(np.arange(5), "torch", device="cuda:0")
     assert t.device.type == "cuda"
     assert t.tolist() == [0, 1, 2, 3, 4]
@@ -84,7 +84,7 @@ def test_host_to_cuda_through_the_target_framework():
 @pytest.mark.parametrize("side", [False, True], ids=["default", "side-stream"])
 @pytest.mark.parametrize("reader", ["cupy", "torch"])
 def test_a_reader_on_another_stream_waits_for_a_slow_writer(side, reader):
-    """SPEC X-STREAM-ORDER: without the wait the reader sees zeros."""
+    """SPEC X-STREAM-3: without the wait the reader sees zeros."""
     stream = torch.cuda.Stream() if side else torch.cuda.default_stream()
     x = torch.zeros(1 << 20, device="cuda")
     torch.cuda.synchronize()
@@ -106,7 +106,7 @@ def test_a_reader_on_another_stream_waits_for_a_slow_writer(side, reader):
 
 
 def test_equal_streams_cost_no_driver_call(monkeypatch):
-    """SPEC X-STREAM-EQUAL."""
+    """SPEC X-STREAM-3."""
     def fail(*a):
         raise AssertionError(a)
 
@@ -126,7 +126,7 @@ def test_equal_streams_cost_no_driver_call(monkeypatch):
 
 
 def test_capture_refuses_another_stream_before_it_harms_the_graph():
-    """SPEC X-STREAM-CAPTURE."""
+    """SPEC X-STREAM-3."""
     x = torch.zeros(16, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         t = interop.as_tensor(x)
@@ -142,7 +142,7 @@ def test_capture_refuses_another_stream_before_it_harms_the_graph():
 
 
 def test_cuda_array_interface_is_read_with_its_device_and_shown():
-    """SPEC X-CAI."""
+    """SPEC X-HOST-7."""
     class Plain:
         def __init__(self, c):
             self.c = c
@@ -156,7 +156,7 @@ def test_cuda_array_interface_is_read_with_its_device_and_shown():
 
 
 def test_pinned_memory_is_host_memory():
-    """SPEC X-DEV-HOST."""
+    """SPEC X-DEV-3."""
     p = torch.ones(4).pin_memory()
     n = interop.to(p, "numpy")
     n[0] = 5
@@ -164,7 +164,7 @@ def test_pinned_memory_is_host_memory():
 
 
 def test_managed_memory_is_read_by_numpy():
-    """SPEC X-DEV-HOST."""
+    """SPEC X-DEV-3."""
     with cp.cuda.using_allocator(cp.cuda.MemoryPool(cp.cuda.malloc_managed).malloc):
         c = cp.arange(4, dtype=cp.float32)
     cp.cuda.Device().synchronize()
@@ -173,7 +173,7 @@ def test_managed_memory_is_read_by_numpy():
 
 
 def test_sharing_and_dropping_leaves_device_memory_flat():
-    """SPEC X-LIFE-FLAT."""
+    """SPEC X-OWN-3."""
     def cycle():
         t = torch.empty(1 << 20, device="cuda")
         interop.to(interop.to(t, "cupy"), "torch")
@@ -187,7 +187,7 @@ def test_sharing_and_dropping_leaves_device_memory_flat():
 
 
 def test_memory_outlives_its_source():
-    """SPEC X-LIFE-OWNER."""
+    """SPEC X-TO-9."""
     c = interop.to(torch.full((1 << 22,), 3.0, device="cuda"), "cupy")
     gc.collect()
     torch.cuda.empty_cache()

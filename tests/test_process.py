@@ -213,7 +213,7 @@ else:
 
 @pytest.mark.parametrize("first", ["import interop", "import numpy", ""])
 def test_a_sub_interpreter_is_refused_clearly(first: str) -> None:
-    """Issue 2: "Sub-interpreters are refused clearly" (no rule in SPEC yet), also where interop is in no other interpreter."""
+    """Issue 2: "Sub-interpreters are refused clearly" (SPEC X-LIFE-3), also where interop is in no other interpreter."""
     code = f"""
 import sys
 {first}

@@ -275,6 +275,8 @@ cdef int obstacle(Target g, DLTensor* t, uint64_t flags, bint promised) except -
     cdef int64_t seen
     if g.devices is not None and t.device.device_type not in g.devices:
         return IS_ELSEWHERE
+    if g.own_device is not None and device_of(t.device).name != g.own_device:
+        return IS_ELSEWHERE          # devices of other names may share the type (kDLExtDev), and their handles mean nothing there
     if flags & DL_READ_ONLY and not g.holds_readonly and not promised:
         return IS_READONLY
     if not g.negative:

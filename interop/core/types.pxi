@@ -53,6 +53,7 @@ cdef class Target:
     cdef bint strided
     cdef int64_t alignment
     cdef frozenset devices
+    cdef str own_device          # the name of the only devices whose memory it takes, or None
 
     def __init__(self, str name, int kind, adapter=None, call=None, Device place=None, limits=None, native_place=None):
         self.name = name
@@ -74,6 +75,8 @@ cdef class Target:
             self.strided = limits.strided
             self.alignment = limits.alignment
             self.devices = limits.devices
+        if kind == TO_ADAPTER and adapter.device and self.devices is not None and kDLExtDev in self.devices:
+            self.own_device = adapter.device
 
 
 cdef class TypeRecord:
