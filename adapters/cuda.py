@@ -81,4 +81,5 @@ class Driver:
         return self._contexts[device]
 
 
-set_cuda_driver(Driver())
+DRIVER = Driver()
+set_cuda_driver(DRIVER)

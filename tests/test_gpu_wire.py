@@ -122,7 +122,7 @@ def test_equal_streams_cost_no_driver_call(monkeypatch):
         t = torch.ones(4, device="cuda")
         interop.to(interop.to(t, "cupy"), "torch")
     finally:
-        _core.set_cuda_ops(cuda.Driver())
+        _core.set_cuda_ops(cuda.DRIVER)
 
 
 def test_capture_refuses_another_stream_before_it_harms_the_graph():

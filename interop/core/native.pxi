@@ -55,13 +55,16 @@ cdef int wait_on_point(point, int64_t timeout_ns) noexcept:
     try:
         try:
             point.wait(None if timeout_ns < 0 else timeout_ns / 1e9)
-        except TimeoutError:
+        except TimeoutError as e:
+            e.__traceback__ = None
             # work that failed with a TimeoutError of its own is over
             rc = INTEROP_NATIVE_WAIT_FAILED if point.done() else INTEROP_NATIVE_WAIT_TIMEOUT
     except KeyboardInterrupt:
         PyErr_SetInterrupt()     # raised again as soon as Python code runs: a C caller has nowhere to put it
         rc = INTEROP_NATIVE_WAIT_INTERRUPTED
-    except BaseException:
+    except BaseException as e:
+        # Points keep their error: with our frames in it, and through them the callers' variables, that would be a cycle through C
+        e.__traceback__ = None
         rc = INTEROP_NATIVE_WAIT_FAILED
     PyErr_Restore(t, v, tb)
     return rc

@@ -80,6 +80,8 @@ cdef int check_data(DLTensor* t) except -1:
         raise ExchangeError(f"byte_offset {t.byte_offset}: a wrapped negative number")
     if t.data == NULL and not is_empty(t.ndim, t.shape):
         raise ExchangeError("data is NULL and the tensor is not empty")
+    if addressable(t.device.device_type) and <uint64_t><uintptr_t>t.data + t.byte_offset < t.byte_offset:
+        raise ExchangeError(f"data {<uint64_t><uintptr_t>t.data:#x} + byte_offset {t.byte_offset} runs past the address space")
     if is_empty(t.ndim, t.shape):
         return 0
     # The first and the last byte exist: as addresses, or within the 63 bits of an offset into a handle
@@ -97,7 +99,7 @@ cdef int check_data(DLTensor* t) except -1:
     high = (high * width + width - 1) >> 3
     first = t.byte_offset if not addressable(t.device.device_type) else <uint64_t><uintptr_t>t.data + t.byte_offset
     limit = (<uint64_t>1 << 63) - 1 if not addressable(t.device.device_type) else ~<uint64_t>0
-    if addressable(t.device.device_type) and first < t.byte_offset or <uint64_t>(-low) > first or <uint64_t>high > limit - first:
+    if <uint64_t>(-low) > first or <uint64_t>high > limit - first:
         raise ExchangeError(f"byte_offset {t.byte_offset} from {<uint64_t><uintptr_t>t.data:#x}, and strides that reach from byte {low} to "
                             f"{high} of there: outside the address space, or of what an offset can say")
     return 0
