@@ -71,7 +71,8 @@ import toy
 def run(code: str, *, seconds: float = 30, path: Any = (), prelude: str = PRELUDE, **env: str) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter that sees this checkout, the tests and the folders in `path`."""
     where = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *map(str, path)])
-    return subprocess.run([sys.executable, "-W", "ignore:This process:DeprecationWarning", "-c", prelude + code], cwd=ROOT, env={**os.environ, "PYTHONPATH": where, **env},
+    quiet = ("-W", "ignore:This process:DeprecationWarning")     # Python 3.12 on fork beside threads: what these tests are about
+    return subprocess.run([sys.executable, *quiet, "-c", prelude + code], cwd=ROOT, env={**os.environ, "PYTHONPATH": where, **env},
                           capture_output=True, text=True, timeout=seconds, check=False)
 
 
