@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from ._core import as_tensor, kind, to
+from .device import EXTENSIONS, NUMBERS
 from .registry import names
 
 P = ParamSpec("P")
@@ -30,11 +31,15 @@ def accepts(*parameters: str, inside: str | Mapping[str, str] = "numpy") -> Call
     """
     if not parameters or not all(isinstance(p, str) for p in parameters):
         raise TypeError("accepts takes the names of the array parameters: @accepts('img', 'kernel')")
+    if not isinstance(inside, (str, Mapping)):
+        raise TypeError(f"inside={inside!r}: a framework's name, or a mapping from device type to name")
     table = {"": inside} if isinstance(inside, str) else dict(inside)
-    if not all(isinstance(k, str) and isinstance(v, str) for k, v in table.items()):
+    if not table or not all(isinstance(k, str) and isinstance(v, str) and (not k or k in NUMBERS or k in EXTENSIONS) for k, v in table.items()):
         raise TypeError(f"inside={inside!r}: a framework's name, or a mapping from device type to name")
 
     def decorate(function: Callable[P, R]) -> Callable[P, Any]:
+        if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(f"{function.__qualname__} returns before it has its result: accepts takes plain functions")
         signature = inspect.signature(function)
         unknown = [p for p in parameters if p not in signature.parameters]
         if unknown:

@@ -48,7 +48,7 @@ class Lease:
         staged: whether `value` is a copy that `release` writes back.
     """
 
-    __slots__ = ("__weakref__", "_adapter", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream", "_timeout", "_value",
+    __slots__ = ("__weakref__", "_adapter", "_broken", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream", "_timeout", "_value",
                  "access", "after", "released", "staged", "tensor")
 
     def __init__(self, tensor: Any, access: str) -> None:
@@ -58,6 +58,7 @@ class Lease:
         self.staged = False
         self.released: Point | None = None
         self._entry = 0
+        self._broken = False       # the block that was to write ended with an error
         self._generation = _core.generation()
         self._value: Any = None
         self._make: Callable[[], Any] | None = None     # what still has to be done for the value; may block
@@ -75,7 +76,7 @@ class Lease:
         After `release` it is still there, stale perhaps and never dangling.
         """
         if self._timeout is not None:
-            raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it without blocking the event loop")
+            raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it on the event loop")
         if self._make is not None:
             with self._lock:
                 make, self._make = self._make, None
@@ -134,16 +135,16 @@ class Lease:
             raise
         finally:
             self.released = end
-            if self.access != "read":
-                points.forget_writes(self.tensor)
             points.note(self.tensor, self.access, end)
+            if self.access != "read" and not self._broken:
+                points.rewritten(self.tensor, end)
             _core.ledger_remove(self._entry)
         return end
 
     def __enter__(self) -> Any:
         """The value."""
         if self._timeout is not None:
-            raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it without blocking the event loop")
+            raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it on the event loop")
         if self.released is not None:
             raise LeaseError("this lease was released", "acquire another")
         return self.value
@@ -153,6 +154,7 @@ class Lease:
         if error is None:
             self.release()
             return
+        self._broken = True
         try:
             self.release()
         except Exception as e:
@@ -243,6 +245,10 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
     """
     if access not in _ACCESSES:
         raise ValueError(f"access {access!r}: must be one of {', '.join(_ACCESSES)}")
+    if copy is not None and copy is not True and copy is not False:
+        raise TypeError(f"copy {copy!r}: must be True, False or None")
+    if timeout is not None and not timeout >= 0:
+        raise ValueError(f"timeout {timeout!r}: seconds, not negative")
     _core.known_target(target)
     with _core.own_lease():     # only its metadata is read here
         t = _core.view_of(x)
@@ -345,14 +351,22 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage_at(t, place, lease.access), lambda s: s), now=False)
         return
 
+    if place is not None and place.name != "cpu":
+        raise ExchangeError(f"memory on {t.device} is not that of {place}, and no adapter here reaches it",
+                            "a framework that uses the device can: interop.to(x, 'torch', device=...)")
+    if _core.is_host(t):
+        _core.check_stream(stream, t)
+
     def give(view: Any) -> Any:
         with _core.own_lease():
             return _core.to(view, target, copy=False, readonly=readonly)
 
+    reason = "copy=True was asked for" if copy is True else f"{target} cannot use memory on {t.device} in place"
     if _core.is_host(t) and copy is not True:
         try:
             value = give(t)
-        except ExchangeError:
+        except ExchangeError as e:
+            reason = e.reason
             if copy is False or (lease.access != "read" and _never_writes(target)):
                 raise
         else:
@@ -364,7 +378,7 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
     elif copy is False and t.size:
         raise ExchangeError(f"memory on {t.device} cannot be reached by {target!r} in place", "copy=None stages it through host memory")
     else:
-        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage(t, lease.access, str(target)), give), now=False)
+        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage(t, lease.access, str(target), reason), give), now=False)
 
 
 def _never_writes(target: Any) -> bool:
@@ -422,7 +436,7 @@ def _mapped(lease: Lease, owner: Any, t: Any, copy: bool | None, give: Callable[
             return value
     if copy is False:
         raise ExchangeError(f"memory on {t.device} cannot be mapped so that views survive, and copy=False forbids staging", "copy=None")
-    return _staged(lease, t, lambda: transfer.stage(t, lease.access, "the host"), give)
+    return _staged(lease, t, lambda: transfer.stage(t, lease.access, "the host", f"a view of memory on {t.device} could outlive its map"), give)
 
 
 def _staged(lease: Lease, t: Any, make: Callable[[], Any], give: Callable[[Any], Any]) -> Any:

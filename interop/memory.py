@@ -21,7 +21,7 @@ import numpy as np
 from . import _core
 from ._core import Allocation, Device, DType, Tensor
 from .errors import ExchangeError
-from .registry import context_of, party_limits, place_of
+from .registry import context_of, expect, party_limits, place_of
 
 if TYPE_CHECKING:
     from .contract import Adapter, Importable
@@ -151,6 +151,7 @@ class ExternalHandle:
     driver_uuid: bytes | None = None
     owner: Any = field(default=None, repr=False)
     consumed: bool = field(default=False, init=False)
+    _token: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check what can be checked without the driver."""
@@ -166,6 +167,15 @@ class ExternalHandle:
             raise TypeError(f"dedicated {self.dedicated!r}: True or False")
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r}: must be one of {', '.join(KINDS)}")
+        if self.is_fd:
+            if self.value >= 2**31:
+                raise ValueError(f"value {self.value}: not a file descriptor")
+            try:
+                os.fstat(self.value)
+            except OSError as e:
+                raise ValueError(f"value {self.value}: not an open file descriptor ({e.strerror})") from None
+        elif not self.value:
+            raise ValueError("value 0: NULL is no memory")
         if self.offset >= self.nbytes:
             raise ValueError(f"offset {self.offset}: lies inside the {self.nbytes} bytes")
         for uuid in (self.device_uuid, self.driver_uuid):
@@ -209,6 +219,7 @@ class ExternalHandle:
 
     def close(self) -> None:
         """Close the descriptor unless it was taken. Idempotent."""
+        self._token = None
         if not self.consumed:
             self.consumed = True
             if self.is_fd:
@@ -244,14 +255,14 @@ class ExternalHandle:
         """The other end of `pack`; takes over the descriptor that ``socket.recv_fds`` gave, unless it raises."""
         try:
             magic, n = _PACKED.unpack_from(data)
-            if magic != b"IXH1" or len(fds) != 1:
-                raise ValueError(f"{len(fds)} descriptors, magic {magic!r}")
+            if magic != b"IXH1" or len(fds) != 1 or len(data) != _PACKED.size + n:
+                raise ValueError(f"{len(fds)} descriptors, magic {magic!r}, {len(data)} bytes")
             f = json.loads(data[_PACKED.size:_PACKED.size + n])
-            if not isinstance(f, dict):
-                raise ValueError("no fields")
+            if not isinstance(f, dict) or f.get("kind") not in KINDS or KINDS[f["kind"]][0] != "fd":
+                raise ValueError("no fields of a descriptor")
             return cls(f["kind"], fds[0], f["nbytes"], f["offset"], f["dedicated"], f["memory_type"], _unhex(f["device_uuid"]),
                        _unhex(f["driver_uuid"]))
-        except (struct.error, KeyError, TypeError, UnicodeDecodeError, ValueError) as e:
+        except (struct.error, KeyError, TypeError, UnicodeDecodeError, ValueError, RecursionError) as e:
             raise ValueError(f"not a packed ExternalHandle: {e}") from None
 
 
@@ -290,7 +301,7 @@ def import_handle(h: ExternalHandle, place: Any) -> Allocation:
     adapter, where = place_of(place)
     own = h.copy()
     try:
-        allocation: Allocation = adapter.import_handle(own, place=where)
+        allocation: Allocation = expect(adapter, "import_handle", adapter.import_handle(own, place=where), Allocation)
     finally:
         own.close()                 # unless the driver took it
     if isinstance(h.owner, Allocation):
@@ -308,11 +319,13 @@ def export(a: Allocation, kind: str) -> ExternalHandle:
     if a.adapter is not None:
         if not a.adapter.can("export_handle"):
             raise ExchangeError(f"adapter {a.adapter.name} exports no handles")
-        handle: ExternalHandle = a.adapter.export_handle(a, kind)
+        handle: ExternalHandle = expect(a.adapter, "export_handle", a.adapter.export_handle(a, kind), ExternalHandle)
         handle.owner = handle.owner or a        # an import of it in this process shares a's leases and Points
         return handle
     if kind == "host":
-        return ExternalHandle("host", a.handle, a.nbytes, owner=a)
+        handle = ExternalHandle("host", a.handle, a.nbytes, owner=a)
+        handle._token = _core.hold_open(a)      # the address means something as long as the handle lives
+        return handle
     pages = a.owner
     return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset + a.handle - pages.address, owner=a)
 
@@ -454,7 +467,11 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
         if not adapter.can("allocate"):
             raise ExchangeError(f"adapter {adapter.name} allocates no memory", "wrap memory that its own API allocated")
         if nbytes:
-            allocation: Allocation = adapter.allocate(nbytes, place=where, alignment=alignment or 1, shared_with=tuple(parties))
+            made = adapter.allocate(nbytes, place=where, alignment=alignment or 1, shared_with=tuple(parties))
+            allocation: Allocation = expect(adapter, "allocate", made, Allocation)
+            wanted = where if isinstance(where, Device) else where.device
+            if allocation.device != wanted or allocation.nbytes < nbytes:
+                raise TypeError(f"adapter {adapter.name}: allocate gave {allocation!r} where {nbytes} bytes on {wanted} were asked for")
         else:                       # no driver is asked for nothing: OpenCL and Vulkan forbid empty buffers
             allocation = Allocation(0, 0, where if isinstance(where, Device) else where.device, adapter=adapter)
         return allocation.tensor(extents, kind)

@@ -371,11 +371,22 @@ def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
     return left
 
 
-def forget_writes(tensor: Any) -> None:
-    """Strike out failed writes on these bytes: a new write makes them good."""
-    for id, _, p in _core.ledger_find(*_core.byte_span(tensor), _core.WRITE_POINT | _core.READ_POINT):
-        if p.done():
-            _core.ledger_remove(id)
+def rewritten(tensor: Any, p: Point) -> None:
+    """Once `p` is reached without error, earlier failures on the bytes of `tensor` are made good: on these, and on no others."""
+    if not p.done():
+        p.add_done_callback(lambda p: rewritten(tensor, p))
+        return
+    space, lo, hi = _core.byte_span(tensor)
+    if p.error() is not None or not tensor.is_contiguous() and hi - lo != tensor.nbytes:
+        return                      # between the elements nothing was written
+    for id, _, old in _core.ledger_find(space, lo, hi, _core.WRITE_POINT):
+        bounds = _core.ledger_bounds(id)
+        if old is p or not old.done() or bounds is None:
+            continue
+        _core.ledger_remove(id)
+        for start, end in ((bounds[1], min(lo, bounds[2])), (max(hi, bounds[1]), bounds[2])):
+            if start < end:
+                _core.ledger_add(space, start, end, _core.WRITE_POINT, old)
 
 
 def keep_until(p: Point, *memory: Any) -> None:

@@ -105,9 +105,12 @@ def _check_adapter(adapter: Any) -> None:
         raise bad("accepts", "a contract.Limits")
     for attribute in ("alignment", "granularity"):
         value = getattr(limits, attribute)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0 or value & (value - 1):
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31 or value & (value - 1):
             raise TypeError(f"{cls.__qualname__}.accepts.{attribute} is {value!r}: it must be a power of two")
-    if limits.devices is not None and not isinstance(limits.devices, frozenset):
+    for attribute in ("readonly", "writable", "negative_strides", "strided"):
+        if not isinstance(getattr(limits, attribute), bool):
+            raise TypeError(f"{cls.__qualname__}.accepts.{attribute} is {getattr(limits, attribute)!r}: it must be True or False")
+    if limits.devices is not None and (not isinstance(limits.devices, frozenset) or not all(isinstance(d, int) for d in limits.devices)):
         raise TypeError(f"{cls.__qualname__}.accepts.devices is {limits.devices!r}: "
                         "it must be a frozenset of DLDeviceType numbers, or None")
     if adapter.reads == "adapter" and cls.to_tensor is Adapter.to_tensor:
@@ -252,7 +255,7 @@ def _resolve_type(cls: type) -> Any:
     if callable(make := getattr(cls, "from_dlpack", None)):
         return _core.make_target(cls.__qualname__, "call", call=make)
     root = sys.modules.get(cls.__module__.partition(".")[0])
-    if root is not None and hasattr(root, "from_dlpack"):
+    if root is not None and hasattr(cls, "__dlpack__") and hasattr(root, "from_dlpack"):
         return _core.make_target(root.__name__, "call", call=root.from_dlpack)
     raise TypeError(f"{cls.__module__}.{cls.__qualname__} is no target: neither it nor its package has from_dlpack, no adapter knows it")
 
@@ -280,6 +283,13 @@ def load_shipped() -> None:
         importlib.import_module(f"interop.adapters.{name}")
 
 
+def expect(adapter: Any, method: str, value: Any, kind: type) -> Any:
+    """What a method of an adapter returned, if it is what the contract says; else a TypeError that names adapter and method."""
+    if not isinstance(value, kind):
+        raise TypeError(f"adapter {adapter.name}: {method} returned {value!r}, not {kind.__name__}")
+    return value
+
+
 # ---- memory: which adapter is asked for a device, a place, a party ----
 def adapter_of(device: Any) -> Any:
     """The adapter whose devices these are, or None: host memory, or nobody's."""
@@ -304,6 +314,7 @@ def context_of(place: Any) -> tuple[Any, Any]:
     for adapter in list(_by_name.values()):
         device = adapter.place(place)
         if device is not None:
+            expect(adapter, "place", device, _core.Device)
             return (adapter if adapter.device else None), place if adapter.device else device
     raise TypeError(f"{place!r} is no place: give a Device, its spelling, a Context, or a framework's device or queue")
 
@@ -328,7 +339,7 @@ def party_limits(party: Any) -> Any:
         return _by_name[party].accepts
     adapter, where = context_of(party)
     if adapter is not None:
-        return adapter.limits(where) if adapter.can("limits") else adapter.accepts
+        return expect(adapter, "limits", adapter.limits(where), Limits) if adapter.can("limits") else adapter.accepts
     if where is not None:
         return Limits()
     resolve(party)          # raises for what is unknown

@@ -80,13 +80,19 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
     before = points.all_of([overwritten if not overwritten.done() else READY, written])
     if _core.is_host(to) and _core.is_host(source):
         before.wait(points.HOST_TIMEOUT)
-        points.forget_writes(to)
+        for t in (to, source):
+            _core.check_stream(stream, t)
         with _core.own_lease():
             host_copy(to, source, progress)
+        points.rewritten(to, READY)
         return READY
-    done = _device_copy(to, source, stream, before)
-    points.forget_writes(to)
+    try:
+        done = _device_copy(to, source, stream, before)
+    except Exception as e:
+        points.note(to, "write", points.Failed(points.without_frames(e)))       # half of it may have been written
+        raise
     points.note(to, "write", done)
+    points.rewritten(to, done)
     points.note(source, "read", done)
     return done
 
@@ -266,11 +272,13 @@ def map_in_place(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Poin
 
 
 # ---- staging ----
-def stage(t: Any, access: str, target: str) -> Any:
-    """A compact host Tensor for the elements of `t`; unless they are only written, it holds them, and only them are moved."""
+def stage(t: Any, access: str, target: str, reason: str) -> Any:
+    """A compact host Tensor for the elements of `t`; unless they are only written, it holds them, and only them are moved.
+
+    The way back is counted here too: a guard that forbids copies must not find out when what was written would be lost.
+    """
     fetch = access != "write"
-    reason = f"{target} cannot use memory on {t.device} in place"
-    routing.note_copy(str(t.device), target, t.nbytes if fetch else 0, reason, "allocate it where both can: interop.empty(shared_with=)")
+    _note_staging(t, access, target, reason)
     out = _core.host_tensor(t.shape, t.dtype, t.padded)
     if fetch and t.size:
         _copy_unleased(out, t)
@@ -285,12 +293,16 @@ def _like(t: Any, place: Any) -> Any:
     return empty(t.shape, t.dtype, device=place)
 
 
+def _note_staging(t: Any, access: str, target: str, reason: str) -> None:
+    ways = 2 if access == "read_write" else 1
+    routing.note_copy(str(t.device), target, ways * t.nbytes, reason, "allocate it where both can reach it: interop.empty(shared_with=)")
+
+
 def stage_at(t: Any, place: Any, access: str) -> Any:
     """A Tensor at another place for the elements of `t`."""
     out = _like(t, place)
     fetch = access != "write"
-    routing.note_copy(str(t.device), str(place), t.nbytes if fetch else 0, f"memory on {t.device} is not that of {place}",
-                      "allocate it there: interop.empty(device=...)")
+    _note_staging(t, access, str(place), f"memory on {t.device} is not that of {place}")
     if fetch and t.size:
         _copy_unleased(out, t)
     return out
@@ -300,7 +312,6 @@ def write_back(t: Any, staging: Any, point: Point) -> None:
     """What was written to the staging memory goes to `t`, once, when `point` is reached."""
     point.wait(points.HOST_TIMEOUT)
     if t.size:
-        routing.note_copy("staging", str(t.device), t.nbytes, "the lease wrote to a staged copy", "allocate it where both can reach it")
         _copy_unleased(t, staging)
 
 

@@ -275,6 +275,11 @@ def known(device: tuple[int, int]) -> tuple[int, int]:
     return (1, 0) if device[0] == 1 else device
 
 
+def end_of(kind: int) -> int:
+    """Where addresses, or offsets into a handle, end."""
+    return 2**57 if kind in HOST else 2**64 if kind in ADDRESSABLE else 2**63
+
+
 def reach(shape: Any, strides: Any) -> tuple[int, int]:
     """The lowest and the highest element, counted from the first."""
     far = [(n - 1) * s for n, s in zip(shape, strides, strict=True)] if 0 not in shape else []
@@ -299,7 +304,7 @@ def allowed(f: Forged) -> bool | None:
     if not (f.data != 0 and full and low * width >= -(2**63) and high * width < 2**63):
         return False
     first = f.byte_offset + (f.data if kind in ADDRESSABLE else 0)
-    return first + (low * width >> 3) >= 0 and first + (high * width + width - 1 >> 3) < (2**64 if kind in ADDRESSABLE else 2**63)
+    return first + (low * width >> 3) >= 0 and first + (high * width + width - 1 >> 3) < end_of(kind)
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

@@ -35,8 +35,16 @@ class Model:
         self.bytes = np.zeros(N, "u1")
         self.leases: dict[int, tuple[int, int, str, Any]] = {}
 
-    def conflict(self, lo: int, hi: int, writes: bool) -> bool:
-        return any(a < hi and lo < b and (writes or access != "read") for a, b, access, _ in self.leases.values())
+    def atoms(self, lo: int, hi: int) -> tuple[int, int]:
+        """A lease is of whole atoms: what a flush or a fetch carries along."""
+        atom = 1 if self.context is None else self.context.atom
+        return lo // atom * atom, min(N, -(-hi // atom) * atom)
+
+    def conflict(self, lo: int, hi: int, writes: bool, lease: bool = True) -> bool:
+        if lease:
+            lo, hi = self.atoms(lo, hi)
+        held = [(*self.atoms(a, b), access) for a, b, access, _ in self.leases.values()]
+        return any(a < hi and lo < b and (writes or access != "read") for a, b, access in held)
 
 
 class Memory(RuleBasedStateMachine):
@@ -72,10 +80,10 @@ class Memory(RuleBasedStateMachine):
         self.models.append(m)
         return m
 
-    def forbidden(self, m: Model, lo: int, hi: int, writes: bool) -> Any:
+    def forbidden(self, m: Model, lo: int, hi: int, writes: bool, lease: bool = True) -> Any:
         if not m.open:
             return pytest.raises(interop.ExchangeError, match="closed")
-        return pytest.raises(interop.LeaseError) if m.conflict(lo, hi, writes) else contextlib.nullcontext()
+        return pytest.raises(interop.LeaseError) if m.conflict(lo, hi, writes, lease) else contextlib.nullcontext()
 
     @rule(m=memories, span=spans, access=st.sampled_from(["read", "write", "read_write"]), staged=st.sampled_from([None, True]))
     def lease(self, m: Model, span: Any, access: str, staged: Any) -> None:
@@ -130,7 +138,7 @@ class Memory(RuleBasedStateMachine):
         hi2 = lo2 + hi - lo
         if a is b and a.context is not None:
             return
-        refused = not (a.open and b.open) or a.conflict(lo, hi, True) or b.conflict(lo2, hi2, False)
+        refused = not (a.open and b.open) or a.conflict(lo, hi, True, False) or b.conflict(lo2, hi2, False, False)
         with pytest.raises(interop.ExchangeError) if refused else contextlib.nullcontext():
             interop.copyto(a.tensor[lo:hi], b.tensor[lo2:hi2])
             a.bytes[lo:hi] = b.bytes[lo2:hi2].copy()
@@ -138,7 +146,7 @@ class Memory(RuleBasedStateMachine):
     @rule(m=memories, span=spans)
     def convert(self, m: Model, span: Any) -> None:
         lo, hi = span
-        with self.forbidden(m, lo, hi, False):
+        with self.forbidden(m, lo, hi, False, False):
             t = m.tensor[lo:hi]
             x = interop.to(t, "numpy") if m.context is None else np.asarray(interop.to(t, "cpu"))
             assert x.tolist() == m.bytes[lo:hi].tolist()

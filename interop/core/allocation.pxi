@@ -216,6 +216,15 @@ def ledger_strike(object):
             i += 1
 
 
+def ledger_bounds(uint64_t id):
+    """``(space, lo, hi, kind)`` of an entry, or None."""
+    cdef int i
+    for i in range(_n_entries):
+        if _entries[i].id == id:
+            return _entries[i].space, _entries[i].lo, _entries[i].hi, _entries[i].kind
+    return None
+
+
 def ledger_object(uint64_t id):
     """The object of an entry, or None."""
     cdef int i
@@ -393,6 +402,7 @@ cdef class Allocation:
     cdef bint closed
     cdef bint owns_space         # the serial number is its own, not its root's
     cdef Allocation lender       # the root, as long as this map or import counts as an export of it
+    cdef bint imported           # of a root: what is said of the bytes is said of the root's
     cdef bint foreign            # somebody else's memory, seen through a tensor: not ours to close
     cdef bint dies_at_fork       # pages that a child does not inherit
     cdef unsigned int generation
@@ -425,6 +435,7 @@ cdef class Allocation:
         self.imports = {}
         self.generation = interop_generation
         self.dies_at_fork = dies_at_fork or context is not None
+        self.imported = root is not None
         if root is not None and lent:
             self.lender = root
             root.lent += 1
@@ -495,7 +506,7 @@ cdef class Allocation:
 
     def span(self):
         """``(space, lo, hi)`` of the whole allocation."""
-        return self.space, self.origin, self.origin + self.nbytes
+        return self.space, self.origin, min(self.origin + self.nbytes, 2**63 - 1)
 
     def close(self):
         """Give the memory back now. Idempotent.
@@ -553,10 +564,10 @@ cdef release_allocation(Allocation a, bint now):
         a.lender.lent -= 1
         a.lender = None
     pending = []
-    for id, _, p in ledger_find(a.space, a.origin, a.origin + a.nbytes, READ_POINT | WRITE_POINT):
+    for id, _, p in ledger_find(*a.span(), READ_POINT | WRITE_POINT):
         if not p.done():
             pending.append(p)
-        elif not a.foreign:
+        elif not a.foreign and not a.imported:
             ledger_remove(id)    # the bytes that it speaks of are gone
     if a.owns_space:
         from_space(a.space)
@@ -836,8 +847,24 @@ def join_root(Allocation a not None, Allocation root not None):
     a.space = root.space
     a.origin = root.origin
     a.owns_space = False
+    a.imported = True
     a.lender = root
     root.lent += 1
+
+
+def hold_open(Allocation a not None):
+    """An object that, as long as it lives, counts as an export of `a`."""
+    cdef _Export token
+    check_allocation(a)
+    token = _Export.__new__(_Export)
+    token.allocation = a
+    a.lent += 1
+    return token
+
+
+def check_stream(stream, Tensor t not None):
+    """Raise for a stream that memory of the host cannot have."""
+    check_host_stream(stream, t.dl.device)
 
 
 def has_allocation(Tensor t not None):

@@ -378,10 +378,32 @@ cdef Tensor read_array_interface(x, interface):
     holder.__array_interface__ = {k: v for k, v in interface.items() if v is not None}
     # NumPy checks the fields; its array is read and dropped, so that the collector sees from the tensor straight to x
     array = np.asarray(holder)
+    if interface.get("mask") is not None:
+        raise ExchangeError("__array_interface__ with a mask: DLPack cannot express it", "x.filled(value), or the data without its mask")
+    if interface.get("version") != 3:
+        raise ExchangeError(f"__array_interface__ version {interface.get('version')!r}: interop reads 3")
+    if interface.get("data") is not None and not isinstance(interface["data"], tuple):
+        check_within_buffer(array, interface["data"])
     if isinstance(interface.get("data"), tuple):
         read_array(<PyObject*>array, &d, dims, &flags)
         return over_object(x, &d, flags)
     return tensor_of_array(<PyObject*>array)        # a buffer, or no data: the array holds what NumPy made of it
+
+
+cdef int check_within_buffer(array, data) except -1:
+    # NumPy takes offset, shape and strides at their word
+    cdef Tensor whole = read_buffer(memoryview(data).cast("B"))
+    cdef DLTensor d
+    cdef int64_t dims[2 * MAX_NDIM]
+    cdef int64_t lo = 0, hi = 0
+    cdef uint64_t flags = 0
+    read_array(<PyObject*>array, &d, dims, &flags)
+    check_extent(d.dtype, d.ndim, d.shape, d.strides)
+    byte_range(&d, flags, &lo, &hi)
+    first = <object><uint64_t><uintptr_t>d.data + lo - <object><uint64_t><uintptr_t>whole.dl.data
+    if not is_empty(d.ndim, d.shape) and (first < 0 or first + (hi - lo) > whole.dl.shape[0]):
+        raise ExchangeError(f"__array_interface__ describes bytes {first} to {first + (hi - lo)} of a buffer of {whole.dl.shape[0]}")
+    return 0
 
 
 cdef Tensor read_cuda_interface(x, interface, Device device, stream):

@@ -84,8 +84,12 @@ cdef object as_array(Tensor t, dtype, copy):
     if dtype is not None and np.dtype(dtype) != array.dtype:
         if copy is False:
             raise ValueError(f"dtype {np.dtype(dtype)} was asked for and the tensor has {array.dtype}: only a copy has it")
+        note_copy(&t.dl, t.flags, "interop", "numpy", f"dtype {np.dtype(dtype)} was asked for", None)
         return array.astype(dtype)
-    return array.copy() if copy else array
+    if copy:
+        note_copy(&t.dl, t.flags, "interop", "numpy", "copy=True was asked for", None)
+        return array.copy()
+    return array
 
 
 cdef object array_interface(Tensor t):

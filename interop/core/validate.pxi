@@ -99,6 +99,10 @@ cdef int check_data(DLTensor* t) except -1:
     high = (high * width + width - 1) >> 3
     first = t.byte_offset if not addressable(t.device.device_type) else <uint64_t><uintptr_t>t.data + t.byte_offset
     limit = (<uint64_t>1 << 63) - 1 if not addressable(t.device.device_type) else ~<uint64_t>0
+    if host_accessible(t.device.device_type):
+        limit = (<uint64_t>1 << 57) - 1      # no process has memory there
+        if first > limit:
+            raise ExchangeError(f"data {<uint64_t><uintptr_t>t.data:#x} + byte_offset {t.byte_offset}: no process has memory there")
     if <uint64_t>(-low) > first or <uint64_t>high > limit - first:
         raise ExchangeError(f"byte_offset {t.byte_offset} from {<uint64_t><uintptr_t>t.data:#x}, and strides that reach from byte {low} to "
                             f"{high} of there: outside the address space, or of what an offset can say")
