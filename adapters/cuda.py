@@ -5,6 +5,7 @@ No framework and no tensors here. Nothing is imported, and no context made, befo
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from interop.contract import ExchangeError, set_cuda_driver
@@ -66,11 +67,18 @@ class Driver:
             cuda.cuCtxPopCurrent()
 
     def synchronize(self, device: int, stream: int) -> None:
-        """Wait on the host until what `stream` has been given is done; the GIL is free meanwhile."""
+        """Wait on the host until what `stream` has been given is done. TimeoutError after a minute; Ctrl-C gets in."""
         cuda = self._load()
         self._check(cuda.cuCtxPushCurrent(self._context(cuda, device)))
         try:
-            self._check(cuda.cuStreamSynchronize(stream))
+            not_ready = cuda.CUresult.CUDA_ERROR_NOT_READY
+            end, pause = time.monotonic() + 60, 0.00005
+            while (error := cuda.cuStreamQuery(stream)[0]) == not_ready:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"stream {stream:#x} was not finished within 60 s")
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.005)
+            self._check((error, None))
         finally:
             cuda.cuCtxPopCurrent()
 

@@ -34,7 +34,8 @@ def accepts(*parameters: str, inside: str | Mapping[str, str] = "numpy") -> Call
     if not isinstance(inside, (str, Mapping)):
         raise TypeError(f"inside={inside!r}: a framework's name, or a mapping from device type to name")
     table = {"": inside} if isinstance(inside, str) else dict(inside)
-    if not table or not all(isinstance(k, str) and isinstance(v, str) and (not k or k in NUMBERS or k in EXTENSIONS) for k, v in table.items()):
+    known = {"", *NUMBERS, *EXTENSIONS}
+    if not table or not all(k in known and isinstance(v, str) for k, v in table.items()):
         raise TypeError(f"inside={inside!r}: a framework's name, or a mapping from device type to name")
 
     def decorate(function: Callable[P, R]) -> Callable[P, Any]:

@@ -48,7 +48,8 @@ class Lease:
         staged: whether `value` is a copy that `release` writes back.
     """
 
-    __slots__ = ("__weakref__", "_adapter", "_broken", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream", "_timeout", "_value",
+    __slots__ = ("__weakref__", "_adapter", "_broken", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream", "_timeout",
+                 "_value",
                  "access", "after", "released", "staged", "tensor")
 
     def __init__(self, tensor: Any, access: str) -> None:
@@ -56,7 +57,7 @@ class Lease:
         self.tensor, self.access = tensor, access
         self.after: Point = READY
         self.staged = False
-        self.released: Point | None = None
+        self.released: Point | None = READY     # until it is held
         self._entry = 0
         self._broken = False       # the block that was to write ended with an error
         self._generation = _core.generation()
@@ -77,6 +78,8 @@ class Lease:
         """
         if self._timeout is not None:
             raise LeaseError("this lease is not held yet: another one forbids it", "async with waits for it on the event loop")
+        if self._generation != _core.generation():
+            raise ExchangeError("this lease was taken before fork: it is the parent's", "acquire another in the child")
         if self._make is not None:
             with self._lock:
                 make, self._make = self._make, None
@@ -135,10 +138,12 @@ class Lease:
             raise
         finally:
             self.released = end
-            points.note(self.tensor, self.access, end)
-            if self.access != "read" and not self._broken:
-                points.rewritten(self.tensor, end)
-            _core.ledger_remove(self._entry)
+            try:
+                points.note(self.tensor, self.access, end)
+                if self.access != "read" and not self._broken:
+                    points.rewritten(self.tensor, end)
+            finally:
+                _core.ledger_remove(self._entry)
         return end
 
     def __enter__(self) -> Any:
@@ -260,6 +265,7 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
     def enter() -> None:
         _enter(lease, t, access)
         try:
+            t.allocation.check()        # again: now that it is leased nobody closes it
             lease.after = points.pending(t, access)
             _prepare(lease, t, target, copy, stream)
         except BaseException:
@@ -274,7 +280,6 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
         except LeaseError:
             if timeout <= 0:
                 raise
-            lease.released = None
         return lease
     end = None if timeout is None else time.monotonic() + timeout
     pause = 0.0002
@@ -284,9 +289,7 @@ def acquire(x: Any, target: Any, access: str, *, copy: bool | None = None, strea
             return lease
         except LeaseError:
             if end is None or time.monotonic() >= end:
-                lease.released = READY
                 raise
-            lease.released = None
         time.sleep(pause)
         pause = min(pause * 1.5, 0.005)
 
@@ -320,6 +323,7 @@ def _enter(lease: Lease, t: Any, access: str) -> None:
         entry = int(_core.ledger_add(space, lo, hi, _core.READ_LEASE if access == "read" else _core.WRITE_LEASE, hold, against))
         if entry:
             lease._entry = entry
+            lease.released = None
             hold.lease = weakref.ref(lease)
             return
         others = _core.ledger_find(space, lo, hi, against)
@@ -334,7 +338,7 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         raise _failed_write(error) from error
     adapter, place = context_of(target)
     readonly = lease.access == "read"
-    if adapter is not None and _reaches(adapter, place, t):
+    if adapter is not None and copy is not True and _reaches(adapter, place, t):
         # The target drives queues of its own over this very memory: a stream that was named is made to wait, else `after` says it
         lease._adapter, lease._place, lease._stream = adapter, place, stream
         if stream is not None and adapter.can("wait") and not lease.after.done() and not adapter.wait(place, stream, lease.after):
@@ -436,7 +440,7 @@ def _mapped(lease: Lease, owner: Any, t: Any, copy: bool | None, give: Callable[
             return value
     if copy is False:
         raise ExchangeError(f"memory on {t.device} cannot be mapped so that views survive, and copy=False forbids staging", "copy=None")
-    return _staged(lease, t, lambda: transfer.stage(t, lease.access, "the host", f"a view of memory on {t.device} could outlive its map"), give)
+    return _staged(lease, t, lambda: transfer.stage(t, lease.access, "the host", "a view could outlive the map"), give)
 
 
 def _staged(lease: Lease, t: Any, make: Callable[[], Any], give: Callable[[Any], Any]) -> Any:

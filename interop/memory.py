@@ -84,6 +84,7 @@ class Context:
         if self.generation != _core.generation():
             self._closed = True
             return
+        _core.drain()
         _core.release_ready()
         waiting = _core.waiting_in(self)
         if waiting:
@@ -194,7 +195,12 @@ class ExternalHandle:
     @classmethod
     def duplicate(cls, kind: str, fd: int, nbytes: int, **fields: Any) -> ExternalHandle:
         """A handle with a descriptor of its own (close-on-exec); `fd` stays the caller's."""
-        return cls(kind, fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0), nbytes, **fields)
+        own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+        try:
+            return cls(kind, own, nbytes, **fields)
+        except BaseException:
+            os.close(own)
+            raise
 
     def copy(self) -> ExternalHandle:
         """Another handle to the same memory object, closed on its own."""
@@ -357,8 +363,12 @@ class Pages:
 
 def _memfd(size: int) -> int:
     fd = os.memfd_create("interop", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    except OSError as e:
+        os.close(fd)
+        raise MemoryError(f"{size} bytes that other processes can map: {e.strerror}") from None
     return fd
 
 

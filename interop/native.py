@@ -198,7 +198,7 @@ def join(t: Tensor, x: Any, method: Callable[..., Any]) -> Tensor:
 
 #: One memory object, one Allocation: what is described twice while the first still lives is the same. By device, context, handle, size.
 _known: weakref.WeakValueDictionary[tuple[int, ...], Allocation] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = threading.RLock()
 
 
 def _allocation(fields: dict[str, Any], t: Tensor | None) -> tuple[Allocation, Point]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -293,37 +294,40 @@ def _is_over(p: Point) -> bool:
 
 
 class _Watcher:
-    """One thread that looks at the Points with callbacks; it ends when there are none, and starts anew in a forked child."""
+    """One thread that looks at the Points with callbacks; in a forked child, a new one.
+
+    It is fed through a queue whose `put` may interrupt itself: a collection in the midst of one may end an allocation, which waits for a
+    Point too.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._items: list[tuple[Point, Callable[[Point], Any]]] = []
-        self._thread: threading.Thread | None = None
+        self._queue: queue.SimpleQueue[tuple[Point, Callable[[Point], Any]]] = queue.SimpleQueue()
+        self._started = False
         self._generation = _core.generation()
 
     def watch(self, p: Point, callback: Callable[[Point], Any]) -> None:
-        if self._generation != _core.generation():  # the parent's lock may be held for ever here, and its Points are not ours
+        if self._generation != _core.generation():  # the parent's thread is not here, and its Points are not ours
             self.__init__()  # type: ignore[misc]
-        with self._lock:
-            self._items.append((p, callback))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="interop-points", daemon=True)
-                self._thread.start()
+        self._queue.put((p, callback))
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="interop-points", daemon=True).start()
 
     def _run(self) -> None:
+        waiting: list[tuple[Point, Callable[[Point], Any]]] = []
         pause = 0.0002
         while True:
-            with self._lock:
-                if not self._items:
-                    self._thread = None
-                    return
-                items = list(self._items)
-            finished = [i for i in items if _is_over(i[0])]
+            if not waiting:
+                waiting.append(self._queue.get())
+            while not self._queue.empty():
+                waiting.append(self._queue.get())
+            finished = [i for i in waiting if _is_over(i[0])]
             if finished:
-                with self._lock:
-                    self._items = [i for i in self._items if i not in finished]
-                for p, callback in finished:
+                waiting = [i for i in waiting if i not in finished]
+                while finished:
+                    p, callback = finished.pop(0)
                     _call(callback, p)
+                    del p, callback
                 pause = 0.0002
             else:
                 time.sleep(pause)
@@ -377,7 +381,7 @@ def rewritten(tensor: Any, p: Point) -> None:
         p.add_done_callback(lambda p: rewritten(tensor, p))
         return
     space, lo, hi = _core.byte_span(tensor)
-    if p.error() is not None or not tensor.is_contiguous() and hi - lo != tensor.nbytes:
+    if p.error() is not None or (not tensor.is_contiguous() and hi - lo != tensor.nbytes):
         return                      # between the elements nothing was written
     for id, _, old in _core.ledger_find(space, lo, hi, _core.WRITE_POINT):
         bounds = _core.ledger_bounds(id)
@@ -395,7 +399,7 @@ def keep_until(p: Point, *memory: Any) -> None:
     Also where it failed: nobody says when such memory goes, and its address would be the next one's. `p` itself tells the error.
     """
     if memory and not p.done():
-        p._keep = memory
+        p._keep = (*(getattr(p, "_keep", None) or ()), *memory)
         p.add_done_callback(_let_go)
 
 

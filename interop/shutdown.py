@@ -1,8 +1,13 @@
-"""The end of the process: queued work is waited for, briefly, and what waited for it is released in order. Nothing else happens here."""
+"""Where and when things are released: a thread for what cannot be released where it is, and the end of the process.
+
+Queued work is then waited for, briefly, and what waited for it is released in order.
+"""
 
 from __future__ import annotations
 
 import atexit
+import os
+import threading
 import time
 
 from . import _core
@@ -22,6 +27,20 @@ def at_exit() -> None:
     _core.drain()
 
 
+def start_releasing() -> int:
+    """Start the thread that gives back what drivers' callbacks and foreign threads retired; returns the eventfd that wakes it."""
+    fd = os.eventfd(0, os.EFD_CLOEXEC)
+
+    def run() -> None:
+        while True:
+            os.read(fd, 8)
+            _core.drain()
+
+    threading.Thread(target=run, name="interop-release", daemon=True).start()
+    return fd
+
+
 def install() -> None:
     """Once, at import."""
+    _core.set_release_thread(start_releasing)
     atexit.register(at_exit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable
@@ -137,14 +138,15 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
                 raise ExchangeError(f"nobody copies between {source.device} and {to.device}: "
                                     "no adapter of the two has copy or map for them",
                                     "copy with the frameworks that own the memory")
-            views.append(_over(mapped, t, access))
             ends.append(_ending(mapped, access))
+            views.append(_over(mapped, t, access))
         with _core.own_lease():
             host_copy(views[0], views[1], None)
     finally:
         views = []
-        for end in ends:
-            end(READY)
+        with contextlib.ExitStack() as stack:       # all of them, also where one raises
+            for end in ends:
+                stack.callback(end, READY)
     return READY
 
 
@@ -238,7 +240,9 @@ def _fills(t: Any, nbytes: int) -> bool:
 def _over(m: _Map, t: Any, access: str, *, on_release: Any = None, lent: bool = False) -> Any:
     pages = _core.Allocation(m.mapped.address, m.nbytes, (1, 0), owner=t.allocation, root=t.allocation, root_offset=m.first,
                              on_release=on_release, readonly=access == "read", lent=lent, dies_at_fork=t.allocation.context is not None)
-    return pages.tensor(t.shape, t.dtype, strides=t.strides, byte_offset=_core.offset_in(t) - m.first, readonly=access == "read")
+    dtype = "uint8" if t.padded else t.dtype
+    view = pages.tensor(t.shape, dtype, strides=t.strides, byte_offset=_core.offset_in(t) - m.first, readonly=access == "read")
+    return _core.as_padded(view, t.dtype) if t.padded else view
 
 
 def _ending(m: _Map, access: str, unmap: bool = True) -> Callable[[Point], Any]:
@@ -267,7 +271,12 @@ def map_in_place(adapter: Any, t: Any, access: str) -> tuple[Any, Callable[[Poin
         m.mapped.unmap()
         return None
     outlives = m.mapped.outlives_unmap
-    view = _over(m, t, access, on_release=None if outlives else m.mapped.unmap, lent=True)
+    try:
+        view = _over(m, t, access, on_release=None if outlives else m.mapped.unmap, lent=True)
+    except BaseException:
+        if outlives:
+            m.mapped.unmap()        # else the release of the pages has done it
+        raise
     return view, _ending(m, access, unmap=outlives)
 
 

@@ -12,7 +12,6 @@ import pytest
 from interop import _core
 from interop.adapters import cuda
 
-
 # A shell that starts us in the background has SIGINT ignored, and Python then raises no KeyboardInterrupt: some tests are about it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -323,7 +323,8 @@ cdef DLDataType dtype_of_format(const char* format, Py_ssize_t itemsize) except 
     elif f[0] == c"Z" and f[1] != 0 and f[2] == 0 and ((f[1] == c"f" and itemsize == 8) or (f[1] == c"d" and itemsize == 16)):
         d.code = kDLComplex
         return d
-    raise ExchangeError(f"buffer format {(<bytes>format).decode('ascii', 'replace')!r} with {itemsize}-byte items has no DLPack dtype",
+    name = "B" if format == NULL else (<bytes>format).decode("ascii", "replace")
+    raise ExchangeError(f"buffer format {name!r} with {itemsize}-byte items has no DLPack dtype",
                         "exchange the bytes: memoryview(x).cast('B')")
 
 
@@ -440,6 +441,8 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
     if steps is not None and len(steps) != n:
         raise ExchangeError(f"strides {steps} for shape {dims}")
     size = element_bytes(d.dtype, 0)
+    if is_packed(d.dtype, 0):
+        raise ExchangeError(f"__cuda_array_interface__ typestr {typestr!r}: elements that share bytes")
     try:
         for i in range(n):
             shape[i] = dims[i]
@@ -454,7 +457,7 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
         if _cuda_ops is None:
             raise ExchangeError("__cuda_array_interface__ does not say which GPU it is on, and no CUDA driver is here to ask",
                                 "say device='cuda:0', or install cuda-bindings")
-        number = _cuda_ops.pointer_device(<uintptr_t>d.data)
+        number = _cuda_ops.pointer_device(<uintptr_t>d.data) if d.data != NULL else 0
     else:
         number = device.id
     d.device.device_type = kDLCUDA

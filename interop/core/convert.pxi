@@ -161,7 +161,7 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         if copy is False:
             raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: "
                                 "that takes a copy, which copy=False forbids", "leave copy out")
-        may_read(&t.dl, t.alloc, None)
+        may_read(&t.dl, t.flags, t.alloc, None)
         t = _up_move(t, device, source_name(x, r))
         t.flags |= DL_IS_COPIED
         copy = None
@@ -170,7 +170,7 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
     if stream is not None:
         settle_stream(t, stream)
     if copy is True or (readonly is False and t.flags & DL_READ_ONLY) or misaligned(&t.dl):
-        may_read(&t.dl, t.alloc, None)       # its bytes are about to be read
+        may_read(&t.dl, t.flags, t.alloc, None)       # its bytes are about to be read
     if copy is True:
         if not (t.flags & DL_IS_COPIED) or r.source == SRC_TENSOR:
             t = packed(&t.dl, t.flags, source_name(x, r), "interop", "copy=True was asked for", None)
@@ -412,7 +412,7 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
     """From a borrowed source to the target's object; `t` keeps what is borrowed where the object itself does not."""
     cdef int what
     cdef bint promised = readonly is True
-    may_read(&s.dl, t.alloc if t is not None else NULL, stream)
+    may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, stream)
     if stream is not None and host_accessible(s.dl.device.device_type):
         check_host_stream(stream, s.dl.device)
     if readonly is False and not g.writable:
@@ -446,6 +446,7 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
             use(s, t)
     if t is not None and t.alloc != NULL and g.kind != TO_TENSOR:
         t = counted(t)
+        s.dl = t.dl              # shape and strides of the old one may go with it
         s.owner = <PyObject*>t
     if g.kind == TO_NUMPY:
         if s.stream != STREAM_NONE:
@@ -458,6 +459,9 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
         if stream is not None:
             settle_stream(t, stream)
         return t
+    if stream is not None and has_streams(t.dl.device.device_type):
+        t = relabelled(t, t.flags & DL_READ_ONLY)        # what is pending is then said of this view, not of the caller's
+        settle_stream(t, stream)
     if g.kind == TO_ADAPTER:
         # Who never writes, or was promised for, need not be told by a flag that its own import may not know
         if t.flags & DL_READ_ONLY and (not g.writable or not g.holds_readonly):
@@ -561,7 +565,7 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
     cdef Source s
     cdef str name = source_name(x, r)
     here = device_of(t.dl.device)
-    may_read(&t.dl, t.alloc, None)
+    may_read(&t.dl, t.flags, t.alloc, None)
     if copy is False:
         raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids",
                             "leave copy out")

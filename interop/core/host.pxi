@@ -102,7 +102,7 @@ cdef object array_interface(Tensor t):
 
 
 cdef object interface_of(Tensor t):
-    may_read(&t.dl, t.alloc, None)
+    may_read(&t.dl, t.flags, t.alloc, None)
     cdef int64_t size = element_bytes(t.dl.dtype, t.flags)
     kind = {0: "i", 1: "u", 2: "f", 5: "c", 6: "b"}[t.dl.dtype.code]
     return {"version": 3, "shape": t.shape, "typestr": f"{'|' if size == 1 else '<'}{kind}{size}",
@@ -110,7 +110,8 @@ cdef object interface_of(Tensor t):
 
 
 cdef object cuda_array_interface(Tensor t):
-    if t.dl.device.device_type not in (kDLCUDA, kDLCUDAManaged) or format_of(t.dl.dtype) == NULL:
+    if t.dl.device.device_type not in (kDLCUDA, kDLCUDAManaged) or format_of(t.dl.dtype) == NULL or t.alloc != NULL:
+        # as with __array_interface__: a dict counts as no export
         raise AttributeError(f"__cuda_array_interface__ cannot describe {dtype_of(t.dl.dtype)} on {device_of(t.dl.device)}")
     interface = interface_of(t)
     if is_empty(t.dl.ndim, t.dl.shape):

@@ -23,10 +23,10 @@ for _d in np.typecodes["All"]:
 del _d, _dt, _c, _b, _l
 
 
-cdef DLDataType np_extension(PyObject* array, uint64_t* flags) except *:
+cdef DLDataType np_extension(NpyDescr* descr, uint64_t* flags) except *:
     # The slow half of dtype reading: extension types, and the refusals.
     cdef DLDataType d
-    dtype = (<object>array).dtype
+    dtype = <object><PyObject*>descr     # not the attribute, which a subclass may have changed
     found = _NP_EXTENSIONS.get(dtype.num) if dtype.num >= 256 else None
     if found is None:
         try:
@@ -46,13 +46,15 @@ cdef inline int read_array(PyObject* a, DLTensor* t, int64_t* dims, uint64_t* fl
     cdef NpyDescr* descr = PyArray_DESCR(<NpyArray*>a)
     cdef int n = PyArray_NDIM(<NpyArray*>a), i, shift
     cdef int64_t size = PyDataType_ELSIZE(descr), bytes = 0, zero = 0
-    cdef cnp.npy_intp* shape = PyArray_DIMS(<NpyArray*>a)
-    cdef cnp.npy_intp* strides = PyArray_STRIDES(<NpyArray*>a)
+    cdef cnp.npy_intp* shape
+    cdef cnp.npy_intp* strides
     cdef uint64_t f = 0
     if <unsigned int>descr.type_num < 32 and NP_DTYPE[descr.type_num].bits and PyArray_ISNBO(descr.byteorder):
         t.dtype = NP_DTYPE[descr.type_num]
     else:
-        t.dtype = np_extension(a, &f)
+        t.dtype = np_extension(descr, &f)
+    shape = PyArray_DIMS(<NpyArray*>a)
+    strides = PyArray_STRIDES(<NpyArray*>a)
     if not PyArray_FLAGS(<NpyArray*>a) & NPY_ARRAY_WRITEABLE:
         f |= DL_READ_ONLY
     t.data = PyArray_DATA(<NpyArray*>a)

@@ -153,7 +153,7 @@ cdef class Tensor:
     def __iter__(self):
         if self.dl.ndim == 0:
             raise TypeError("iteration over a 0-dimensional tensor")
-        return iter([index_view(self, i) for i in range(self.dl.shape[0])])
+        return (index_view(self, i) for i in range(self.dl.shape[0]))
 
     def reshape(self, *shape):
         """A view of another shape, one extent may be -1. ExchangeError where only a copy could have it."""

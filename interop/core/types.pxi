@@ -150,14 +150,16 @@ def forget_types():
     """Drop all that was learnt of types; `registry` calls it when an adapter joins."""
     cdef int i, k
     cdef PyObject* k_
+    cdef PyObject* t_
     for i in range(CACHE_SETS):
         for k in range(CACHE_WAYS):
             _cache[i][k].type = NULL
-    for i in range(64):
-        k_ = _recent[i].key
-        _recent[i].key = NULL
-        Py_XDECREF(k_)
     _targets.clear()
+    for i in range(64):
+        k_, t_ = _recent[i].key, _recent[i].target
+        _recent[i].key = _recent[i].target = NULL
+        Py_XDECREF(k_)
+        Py_XDECREF(t_)
 
 
 # ---- adapters, as the registry gives them ----
@@ -331,9 +333,9 @@ cdef Target _INTEROP = Target("interop", TO_TENSOR)
 cdef Target _NUMPY = Target("numpy", TO_NUMPY)
 
 
-cdef struct KeySlot:
-    PyObject* key                # strong, so that the address cannot come to mean another object
-    PyObject* target             # kept by _targets
+cdef struct KeySlot:             # both strong, so that an address cannot come to mean another object
+    PyObject* key
+    PyObject* target
 
 cdef KeySlot _recent[64]         # by address of the key: literals are one object each
 
@@ -347,12 +349,16 @@ cdef inline Target target_of(key):
 
 cdef Target look_up_target(key, KeySlot* slot):
     cdef Target t = find_target(key)
-    cdef PyObject* old = slot.key
+    cdef PyObject* old_key
+    cdef PyObject* old_target
     if _targets.get(key) is t:
         Py_INCREF(key)
+        Py_INCREF(t)
+        old_key, old_target = slot.key, slot.target
         slot.key = <PyObject*>key
         slot.target = <PyObject*>t
-        Py_XDECREF(old)
+        Py_XDECREF(old_key)
+        Py_XDECREF(old_target)
     return t
 
 
@@ -372,7 +378,7 @@ cdef Target new_target(key):
             t.kind = TO_ADAPTER
     if isinstance(key, str) or t.kind != TO_CALL:
         if t.native_place is None:
-            _targets[key] = t
+            return _targets.setdefault(key, t)
     return t
 
 

@@ -27,7 +27,7 @@ cdef Tensor index_view(Tensor base, key):
     cdef int axis = 0, out = 0, given = 0, i
     cdef bint expanded = False
     cdef Tensor t
-    keys = key if isinstance(key, tuple) else (key,)
+    keys = tuple(key) if isinstance(key, tuple) else (key,)      # once: a subclass may say something else the second time
     for k in keys:
         if k is not None and k is not Ellipsis:
             given += 1
