@@ -15,7 +15,6 @@ _DISTRIBUTION = "dlpack-interop"
 #: Beside the adapters: what widens what interop can do, as (module, what for, how to get it).
 _COMPANIONS = (
     ("ml_dtypes", "bfloat16, fp8, fp6, fp4, int4 in NumPy", "pip install ml_dtypes"),
-    ("tvm_ffi", "speaks DLPack, needs no adapter", "pip install apache-tvm-ffi"),
     ("rich", "tables in colour", "pip install rich"),
 )
 #: How their makers want them installed; interop never pulls them in.

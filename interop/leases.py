@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -27,11 +26,10 @@ _AGAINST = {"read": _core.WRITE_LEASE, "write": _core.WRITE_LEASE | _core.READ_L
 class _Hold:
     """What the ledger keeps of a lease: enough to name the holder, nothing that keeps the lease alive."""
 
-    __slots__ = ("access", "lease", "thread", "what")
+    __slots__ = ("access", "thread", "what")
 
     def __init__(self, what: str, access: str) -> None:
         self.what, self.access, self.thread = what, access, threading.current_thread().name
-        self.lease: weakref.ref[Lease] | None = None
 
     def __str__(self) -> str:
         return f"a {self.access} lease on {self.what}, taken in thread {self.thread!r}"
@@ -140,8 +138,8 @@ class Lease:
             self.released = end
             try:
                 points.note(self.tensor, self.access, end)
-                if self.access != "read" and not self._broken:
-                    points.rewritten(self.tensor, end)
+                if self.access != "read" and not self._broken and end.done() and end.error() is None:
+                    points.rewritten(self.tensor)
             finally:
                 _core.ledger_remove(self._entry)
         return end
@@ -324,7 +322,6 @@ def _enter(lease: Lease, t: Any, access: str) -> None:
         if entry:
             lease._entry = entry
             lease.released = None
-            hold.lease = weakref.ref(lease)
             return
         others = _core.ledger_find(space, lo, hi, against)
         if others:                  # else released between the two calls

@@ -341,8 +341,10 @@ _watcher = _Watcher()
 def pending(tensor: Any, access: str) -> Point:
     """What must be over before `tensor` is accessed so: reading waits for writes, writing for writes and reads."""
     kinds = _core.WRITE_POINT if access == "read" else _core.WRITE_POINT | _core.READ_POINT
-    found = prune(_core.ledger_find(*_core.byte_span(tensor), kinds))
-    return all_of(p for _, kind, p in found if kind == _core.WRITE_POINT or not p.done())
+    span = _core.byte_span(tensor)
+    prune(_core.ledger_find(*span, kinds))
+    found = _core.ledger_find(*span, kinds)
+    return all_of(p for _, kind, p in found if kind & _core.WRITE_POINT or not p.done())
 
 
 def note(tensor: Any, access: str, p: Point) -> None:
@@ -359,7 +361,7 @@ def note(tensor: Any, access: str, p: Point) -> None:
         _core.ledger_add(space, lo, hi, _core.READ_POINT, p)
     else:
         prune(_core.ledger_find(space, lo, hi, _core.READ_POINT | _core.WRITE_POINT))
-        _core.ledger_add(space, lo, hi, _core.WRITE_POINT, p)
+        _core.ledger_add(space, lo, hi, _core.WRITE_POINT | (_core.DENSE if _is_dense(tensor, lo, hi) else 0), p)
 
 
 def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
@@ -369,28 +371,35 @@ def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
         p = entry[2]
         if p.done() and p.error() is None:
             p._keep = None
+            bounds = _core.ledger_bounds(entry[0])
+            if bounds is not None and bounds[3] & _core.DENSE:
+                _make_good(*bounds[:3], entry[0])       # what was written before and failed
             _core.ledger_remove(entry[0])
         else:
             left.append(entry)
     return left
 
 
-def rewritten(tensor: Any, p: Point) -> None:
-    """Once `p` is reached without error, earlier failures on the bytes of `tensor` are made good: on these, and on no others."""
-    if not p.done():
-        p.add_done_callback(lambda p: rewritten(tensor, p))
-        return
+def rewritten(tensor: Any) -> None:
+    """The bytes of `tensor` have been written: earlier failures on them are made good, on these and on no others."""
     space, lo, hi = _core.byte_span(tensor)
-    if p.error() is not None or (not tensor.is_contiguous() and hi - lo != tensor.nbytes):
-        return                      # between the elements nothing was written
+    if _is_dense(tensor, lo, hi):
+        _make_good(space, lo, hi, None)
+
+
+def _is_dense(tensor: Any, lo: int, hi: int) -> bool:
+    return bool(tensor.is_contiguous() or hi - lo == tensor.nbytes)      # else nothing was written between the elements
+
+
+def _make_good(space: int, lo: int, hi: int, before: int | None) -> None:
     for id, _, old in _core.ledger_find(space, lo, hi, _core.WRITE_POINT):
         bounds = _core.ledger_bounds(id)
-        if old is p or not old.done() or bounds is None:
+        if not old.done() or bounds is None or (before is not None and id >= before):
             continue
         _core.ledger_remove(id)
         for start, end in ((bounds[1], min(lo, bounds[2])), (max(hi, bounds[1]), bounds[2])):
             if start < end:
-                _core.ledger_add(space, start, end, _core.WRITE_POINT, old)
+                _core.ledger_add(space, start, end, bounds[3], old)
 
 
 def keep_until(p: Point, *memory: Any) -> None:

@@ -85,7 +85,7 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
             _core.check_stream(stream, t)
         with _core.own_lease():
             host_copy(to, source, progress)
-        points.rewritten(to, READY)
+        points.rewritten(to)
         return READY
     try:
         done = _device_copy(to, source, stream, before)
@@ -93,7 +93,8 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
         points.note(to, "write", points.Failed(points.without_frames(e)))       # half of it may have been written
         raise
     points.note(to, "write", done)
-    points.rewritten(to, done)
+    if done.done() and done.error() is None:
+        points.rewritten(to)
     points.note(source, "read", done)
     return done
 

@@ -331,7 +331,7 @@ def test_cancelling_an_await_leaves_the_point_and_the_loop_in_order() -> None:
     asyncio.run(main())
     f.event.set()               # after its loop was closed
     p.wait(5)
-    assert until(lambda: points._watcher._thread is None)
+    assert until(lambda: points._watcher._queue.empty())
 
 
 # --- third parties ------------------------------------------------------------------------------------------------------

@@ -157,10 +157,10 @@ cdef class Allocation:
             if self.lent:
                 raise ExchangeError(f"{self.lent} export{'s' if self.lent > 1 else ''} of this allocation of {self.nbytes} bytes "
                                     "still use it", "drop the arrays, capsules and buffers made from its tensors")
-        release_allocation(self, True)
+        release_allocation(self)
 
     def __del__(self):
-        release_allocation(self, False)
+        release_allocation(self)
 
     def __repr__(self):
         parts = [f"{self.nbytes} bytes", str(self.device), f"{'address' if addressable(self.dl.device_type) else 'handle'}={self.value:#x}"]

@@ -371,8 +371,6 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
     """The common way: nothing is moved to another device."""
     cdef Source s
     cdef Tensor t = None
-    cdef int what
-    cdef bint promised = readonly is True
     if r.source == SRC_NDARRAY and PyArray_NDIM(<NpyArray*><PyObject*>x) <= INLINE_DIMS:
         read_array(<PyObject*>x, &s.dl, s.dims, &s.flags)
         s.owner = <PyObject*>x

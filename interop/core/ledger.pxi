@@ -6,6 +6,7 @@ cdef enum:
     WRITE_LEASE = 2
     READ_POINT = 4
     WRITE_POINT = 8
+    DENSE = 16                   # of a WRITE_POINT: every byte of the interval is written
 
 cdef struct Entry:
     uint64_t id
@@ -131,15 +132,6 @@ def ledger_bounds(uint64_t id):
     return None
 
 
-def ledger_object(uint64_t id):
-    """The object of an entry, or None."""
-    cdef int i
-    for i in range(_n_entries):
-        if _entries[i].id == id:
-            return <object>_entries[i].object
-    return None
-
-
 def ledger_size():
     """How many entries there are; 0 when nothing is leased and nothing pending."""
     return _n_entries
@@ -196,7 +188,7 @@ cdef int check_bytes(DLTensor* d, uint64_t flags, PyObject* alloc, stream) excep
         return 0
     found = ledger_find(space, lo, hi, WRITE_LEASE | WRITE_POINT)
     for _, kind, holder in found:
-        if kind == WRITE_LEASE:
+        if kind & WRITE_LEASE:
             _up_conflict(holder)
     _up_ready([(id, point) for id, _, point in found], device_of(d.device), stream)
     return 0

@@ -114,7 +114,7 @@ cdef begin_releasing():
     interop_wake_fd = _start_releasing()
 
 
-cdef release_allocation(Allocation a, bint now):
+cdef release_allocation(Allocation a):
     """Once: imports first, then the owner is told, then let go. What is still used by queued work waits for it."""
     cdef object release
     if a.closed:

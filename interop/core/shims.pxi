@@ -124,7 +124,6 @@ cdef extern from "Python.h":
     void PyErr_WriteUnraisable(object) noexcept
     PyObject* PyDict_GetItemWithError(object, object) except? NULL
     object PyObject_VectorcallMethod(object name, PyObject** args, size_t nargsf, PyObject* kwnames)
-    size_t PY_VECTORCALL_ARGUMENTS_OFFSET
 
 cdef extern from "numpy/arrayobject.h":
     PyTypeObject PyArray_Type
