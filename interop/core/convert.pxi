@@ -273,7 +273,7 @@ cdef int obstacle(Target g, DLTensor* t, uint64_t flags, bint promised) except -
     """The first reason why memory like `t` cannot be handed to `g` as it is. `promised`: the caller will only read."""
     cdef int i
     cdef int64_t seen
-    if g.devices is not None and t.device.device_type not in g.devices:
+    if g.devices and not g.devices >> t.device.device_type & 1:
         return IS_ELSEWHERE
     if g.own_device is not None and device_of(t.device).name != g.own_device:
         return IS_ELSEWHERE          # devices of other names may share the type (kDLExtDev), and their handles mean nothing there

@@ -52,7 +52,7 @@ cdef class Target:
     cdef bint negative
     cdef bint strided
     cdef int64_t alignment
-    cdef frozenset devices
+    cdef uint32_t devices        # bit of each DLDeviceType that it takes; 0: whatever it says when asked
     cdef str own_device          # the name of the only devices whose memory it takes, or None
 
     def __init__(self, str name, int kind, adapter=None, call=None, Device place=None, limits=None, native_place=None):
@@ -74,8 +74,9 @@ cdef class Target:
             self.negative = limits.negative_strides
             self.strided = limits.strided
             self.alignment = limits.alignment
-            self.devices = limits.devices
-        if kind == TO_ADAPTER and adapter.device and self.devices is not None and kDLExtDev in self.devices:
+            for d in limits.devices or ():
+                self.devices |= <uint32_t>1 << <int>d
+        if kind == TO_ADAPTER and adapter.device and self.devices >> kDLExtDev & 1:
             self.own_device = adapter.device
 
 
