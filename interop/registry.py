@@ -110,7 +110,8 @@ def _check_adapter(adapter: Any) -> None:
     for attribute in ("readonly", "writable", "negative_strides", "strided"):
         if not isinstance(getattr(limits, attribute), bool):
             raise TypeError(f"{cls.__qualname__}.accepts.{attribute} is {getattr(limits, attribute)!r}: it must be True or False")
-    if limits.devices is not None and (not isinstance(limits.devices, frozenset) or not all(d in device_names.NAMES for d in limits.devices)):
+    devices = limits.devices
+    if devices is not None and (not isinstance(devices, frozenset) or not all(d in device_names.NAMES for d in devices)):
         raise TypeError(f"{cls.__qualname__}.accepts.devices is {limits.devices!r}: "
                         "it must be a frozenset of DLDeviceType numbers, or None")
     if adapter.reads == "adapter" and cls.to_tensor is Adapter.to_tensor:
