@@ -178,7 +178,7 @@ class Lease:
             except Exception as e:
                 if self.access != "write":
                     self._abandon()
-                    raise _failed_write(e) from e
+                    raise points.failed_write(e) from e
             await asyncio.to_thread(lambda: self.value)
         return self.__enter__()
 
@@ -332,7 +332,7 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
     """Decide how the target gets the memory: aliased where it reaches it, else mapped, else staged; raise what is refused."""
     error = lease.after.error() if lease.after.done() else None
     if error is not None and lease.access != "write":
-        raise _failed_write(error) from error
+        raise points.failed_write(error) from error
     adapter, place = context_of(target)
     readonly = lease.access == "read"
     if adapter is not None and copy is not True and _reaches(adapter, place, t):
@@ -408,10 +408,6 @@ def _reaches(adapter: Any, place: Any, t: Any) -> bool:
     return allocation.adapter is adapter and (place is None or allocation.context is place or place == t.device)
 
 
-def _failed_write(e: BaseException) -> ExchangeError:
-    return ExchangeError(f"the last write to this memory failed: {e!r}", "write it again")
-
-
 def _wait_on_host(lease: Lease) -> None:
     try:
         lease.after.wait(points.HOST_TIMEOUT)
@@ -419,7 +415,7 @@ def _wait_on_host(lease: Lease) -> None:
         raise
     except Exception as e:
         if lease.access != "write":
-            raise _failed_write(e) from e
+            raise points.failed_write(e) from e
 
 
 def _mapped(lease: Lease, owner: Any, t: Any, copy: bool | None, give: Callable[[Any], Any]) -> Any:

@@ -115,8 +115,8 @@ def _pending(t: Tensor) -> Point:
     span = _core.byte_span(t)
     writes = points.prune(_core.ledger_find(*span, _core.WRITE_POINT))
     for _, _, p in writes:
-        if p.done():        # and failed, or it would have been struck out
-            raise ExchangeError(f"the last write to this memory failed: {p.error()!r}", "write it again")
+        if p.done() and (error := p.error()) is not None:
+            raise points.failed_write(error)
     reads = [] if t.readonly else points.prune(_core.ledger_find(*span, _core.READ_POINT))
     return points.all_of([p for _, _, p in writes] + [p for _, _, p in reads if not p.done()])
 

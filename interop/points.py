@@ -467,6 +467,11 @@ def without_frames(e: BaseException) -> BaseException:
     return out
 
 
+def failed_write(e: BaseException) -> ExchangeError:
+    """What whoever asks for memory is told whose last write failed with `e`."""
+    return ExchangeError(f"the last write to this memory failed: {e!r}", "write it again")
+
+
 def make_ready(entries: list[tuple[int, Any]], device: Any, stream: Any) -> None:
     """Called by the core when memory with pending writes leaves: ordered on `stream` where that works, else the host waits."""
     if stream is not None and isinstance(stream, int) and stream == -1:
@@ -475,13 +480,13 @@ def make_ready(entries: list[tuple[int, Any]], device: Any, stream: Any) -> None
         if p.done():
             error = p.error()
             if error is not None:
-                raise ExchangeError(f"the last write to this memory failed: {error!r}", "write it again") from error
+                raise failed_write(error) from error
         elif stream is None or not p.stream_wait(stream):
             try:
                 p.wait(HOST_TIMEOUT)
             except TimeoutError:
                 raise TimeoutError(f"the last write to this memory on {device} was not finished within {HOST_TIMEOUT} s") from None
             except Exception as e:
-                raise ExchangeError(f"the last write to this memory failed: {e!r}", "write it again") from e
+                raise failed_write(e) from e
         if p.done() and p.error() is None:
             _core.ledger_remove(id)
