@@ -27,7 +27,7 @@ PIP  := $(RUN) -m pip --disable-pip-version-check -qq install --constraint const
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PYTHONDONTWRITEBYTECODE := 1
 
-SOURCES := setup.py pyproject.toml $(wildcard interop/*.pyx interop/*.pxd interop/core/*.pxi)
+SOURCES := setup.py pyproject.toml $(wildcard interop/*.pyx interop/*.pxd interop/core/*.pxi adapters/cuda/*.c)
 
 .PHONY: demo test unit lint smoke bench soak test-gpu build deps clean
 .DELETE_ON_ERROR:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from interop.contract import Adapter, Guard, Limits, register
+from interop.contract import Adapter, Guard, Limits, pending_stream, register, stream_idle
 
 if TYPE_CHECKING:
     from interop import Device, ExchangeError, Tensor
 
 #: jaxlib aliases CPU memory only from this alignment on and silently copies below it (measured, jaxlib 0.10).
 _ALIGNMENT = 64
-_CPU = 1
+_CPU, _CUDA = 1, 2
 
 
 class JaxAdapter(Adapter):
@@ -33,7 +33,7 @@ class JaxAdapter(Adapter):
     def __init__(self) -> None:
         """Nothing is looked up before the first conversion."""
         self._direct: Any = None
-        self._cpu: Any = None
+        self._devices: dict[int, Any] = {}
 
     def from_tensor(self, t: Tensor, *, place: Any = None, stream: Any = None) -> Any:
         """A jax.Array over `t`, of its very dtype: ExchangeError rather than jax's silent copy or its narrowing of 64-bit types."""
@@ -41,16 +41,52 @@ class JaxAdapter(Adapter):
             raise self.refuse(f"jax imports no {t.dtype}", "interop.as_tensor(x).view('uint8') shows the bytes")
         direct = self._direct
         if direct is None:
-            direct, self._cpu = _find_direct()
-            self._direct = direct
-        if direct and t.__dlpack_device__()[0] == _CPU:
-            try:
-                x = direct(t.__dlpack__(), self._cpu, None, False, _CPU)
-            except RuntimeError as e:
-                raise self._refusal(t, e) from e
-            if x.unsafe_buffer_pointer() == t.ptr or not t.size:
-                return x
+            direct = self._direct = _find_direct()
+        if not direct:
+            return self._public(t)
+        kind, number = t.__dlpack_device__()
+        try:
+            if kind == _CUDA:
+                here, on = self._devices.get(number) or self._device(t.device), pending_stream(t)
+                if on < 0 or stream_idle((kind, number), on):        # nothing is pending: a stream that is said costs jaxlib 10 us
+                    return direct(t.__dlpack__(stream=-1), here, None, False, _CUDA)
+                ready = here.get_stream_for_external_ready_events()
+                return direct(t.__dlpack__(stream=ready), here, ready, False, _CUDA)
+            if kind != _CPU:
+                return self._public(t)
+            x = direct(t.__dlpack__(), self._devices.get(-1) or self._device(t.device), None, False, _CPU)
+        except RuntimeError as e:
+            raise self._refusal(t, e) from e
+        if x.unsafe_buffer_pointer() == t.ptr or not t.size:
+            return x
         return self._public(t)
+
+    def _device(self, device: Device) -> Any:
+        number = -1 if device.name == "cpu" else device.id
+        found = self._devices.get(number)
+        if found is None:
+            found = self._devices[number] = self._find(device)
+        return found
+
+    def _find(self, device: Device) -> Any:
+        import jax
+
+        try:
+            for d in jax.devices("cuda" if device.name == "cuda" else device.name):
+                if device.name == "cpu" or d.local_hardware_id == device.id:
+                    return d
+        except RuntimeError as e:
+            raise self.refuse(f"jax sees no {device}: {str(e).partition(chr(10))[0]}", "pip install jax[cuda13]") from None
+        raise self.refuse(f"jax sees no {device}", "jax.devices() shows what it sees")
+
+    def to_capsule(self, x: Any, stream: int) -> Any:
+        """jaxlib's export, without jax's checks in Python around it: `stream` is made to wait for the array.
+
+        After the first call jaxlib's function stands in its place.
+        """
+        export = _find_export()
+        self.to_capsule = export  # type: ignore[method-assign]
+        return export(x, stream)
 
     def _public(self, t: Tensor) -> Any:
         import jax
@@ -81,26 +117,28 @@ class JaxAdapter(Adapter):
         """A copy on another device, made by jax."""
         import jax
 
-        platform = "gpu" if device.name == "cuda" else device.name
-        for d in jax.devices(platform):
-            if device.name == "cpu" or d.local_hardware_id == device.id:
-                return jax.device_put(x, d)
-        raise self.refuse(f"jax sees no {device}", "jax.devices() shows what it sees")
+        return jax.device_put(x, self._find(device))
 
 
-def _find_direct() -> tuple[Any, Any]:
-    """jaxlib's function behind from_dlpack and its CPU device, or (False, None) where it is another one than we know."""
-    import jax
-
+def _find_direct() -> Any:
+    """jaxlib's function behind from_dlpack, or False where it is another one than we know."""
     try:
         from jaxlib import _jax
 
         function = _jax.dlpack_managed_tensor_to_buffer
-        if "dl_device_type" not in (function.__doc__ or ""):
-            return False, None
-        return function, jax.devices("cpu")[0]
-    except (ImportError, AttributeError, RuntimeError):
-        return False, None
+        return function if "dl_device_type" in (function.__doc__ or "") else False
+    except (ImportError, AttributeError):
+        return False
+
+
+def _find_export() -> Any:
+    """jaxlib's function behind ``__dlpack__``, or that method."""
+    try:
+        from jaxlib import _jax
+
+        return _jax.buffer_to_dlpack_managed_tensor
+    except (ImportError, AttributeError):
+        return lambda x, stream: x.__dlpack__(stream=stream)
 
 
 register(JaxAdapter())

@@ -48,14 +48,17 @@ class Other:
 
 @dataclass(frozen=True)
 class Row:
-    """One conversion. `statement` is ours, `needs` the modules without which the row is skipped, `make` gives names that it alone uses."""
+    """One conversion. `statement` is ours, `needs` the modules without which the row is skipped, `make` gives names that it alone uses.
+
+    `gpu`: it takes a CUDA device.
+    """
 
     name: str
     statement: str
     others: tuple[Other, ...]
     needs: tuple[str, ...] = ()
     make: Callable[[], dict[str, Any]] | None = None
-
+    gpu: bool = False
 
 
 def _large(step: int) -> dict[str, Any]:
@@ -94,6 +97,68 @@ ROWS = (
 )  # fmt: skip
 
 
+# ---- on a GPU ----
+def _copies(nbytes: int) -> Callable[[], dict[str, Any]]:
+    """Pageable and pinned host memory and memory of the GPU, of so many bytes; `sync` is the end of every copy, ours and theirs."""
+    def make() -> dict[str, Any]:
+        cp = import_module("cupy")
+        pinned = np.frombuffer(cp.cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
+        host = np.ones(nbytes, np.uint8)
+        pinned[:] = 1
+        return {"host": host, "pinned": pinned, "gpu": cp.ones(nbytes, np.uint8), "asarray": cp.asarray, "asnumpy": cp.asnumpy,
+                "sync": cp.cuda.get_current_stream().synchronize, "memcpy": cp.cuda.runtime.memcpyAsync, "nbytes": nbytes}  # fmt: skip
+
+    return make
+
+
+def _gpu_names() -> dict[str, Any]:
+    torch, cp = import_module("torch"), import_module("cupy")
+    return {"tg": torch.ones(4, 8, device="cuda"), "cg": cp.ones((4, 8), np.float32), "cupy_from_dlpack": cp.from_dlpack,
+            "cupy_asarray": cp.asarray, "torch_as_tensor": torch.as_tensor, "torch_from_dlpack": torch.from_dlpack}  # fmt: skip
+
+
+def _other_stream() -> dict[str, Any]:
+    torch = import_module("torch")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return _gpu_names() | {"held": interop.as_tensor(torch.ones(4, 8, device="cuda"))}
+
+
+def _jax_names() -> dict[str, Any]:
+    jax = import_module("jax")
+    j = jax.device_put(np.ones((4, 8), np.float32), jax.devices("cuda")[0])
+    return _gpu_names() | {"jg": j, "jax_from_dlpack": jax.dlpack.from_dlpack}
+
+
+_MIB = 1 << 20
+_SIZES = ((64 * _MIB, "64 MiB"), (1024 * _MIB, "1 GiB"))
+GPU_ROWS = (
+    Row("GPU: torch -> cupy", "to(tg, 'cupy')",
+        (Other("cupy.from_dlpack", "cupy_from_dlpack(tg)", 4.0), Other("cupy.asarray", "cupy_asarray(tg)", 1.0)), make=_gpu_names),
+    Row("GPU: cupy -> torch", "to(cg, 'torch')",
+        (Other(_TORCH, "torch_from_dlpack(cg)", 4.0), Other("torch.as_tensor", "torch_as_tensor(cg)", 1.0)), make=_gpu_names),
+    Row("GPU: torch -> torch, from another stream", "to(held, 'torch')", (Other(_TORCH, "torch_from_dlpack(held)"),), make=_other_stream),
+    Row("GPU: jax -> torch, readonly=True", "to(jg, 'torch', readonly=True)", (Other(_TORCH, "torch_from_dlpack(jg)", 5.0),), ("jax",),
+        make=_jax_names),
+    Row("GPU: torch -> jax", "to(tg, 'jax')", (Other("jax.dlpack.from_dlpack", "jax_from_dlpack(tg)", 5.0),), ("jax",), make=_jax_names),
+    *(Row(f"GPU: numpy -> cupy by copy, {name}", "to(host, 'cupy', device='cuda:0'); sync()",
+          (Other("cupy.asarray", "asarray(host); sync()", 2.5),), make=_copies(n)) for n, name in _SIZES),
+    *(Row(f"GPU: cupy -> numpy by copy, {name}", "to(gpu, 'numpy', device='cpu')",
+          (Other("cupy.asnumpy", "asnumpy(gpu)", 2.5),), make=_copies(n)) for n, name in _SIZES),
+    Row("GPU: copyto from pinned memory, 64 MiB", "copyto(gpu, pinned); sync()",
+        (Other("cudaMemcpyAsync", "memcpy(gpu.data.ptr, pinned.ctypes.data, nbytes, 1, 0); sync()", 0.95),), make=_copies(64 * _MIB)),
+    Row("GPU: copyto into pinned memory, 64 MiB", "copyto(pinned, gpu).wait()",
+        (Other("cudaMemcpyAsync", "memcpy(pinned.ctypes.data, gpu.data.ptr, nbytes, 2, 0); sync()", 0.95),), make=_copies(64 * _MIB)),
+)  # fmt: skip
+
+
+def _gpu() -> str | None:
+    """The name of the first CUDA device, where torch and CuPy are here to be measured on it."""
+    if any(find_spec(m) is None for m in ("torch", "cupy")):
+        return None
+    torch = import_module("torch")
+    return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else None
+
+
 @dataclass(frozen=True)
 class Timing:
     """Nanoseconds for one call: the fastest round, and the middle one."""
@@ -128,10 +193,17 @@ def bench(filters: Sequence[str] = (), *, form: str = "table", quick: bool = Fal
 
     0; 1 where no row has such a name.
     """
-    rows = [row for row in ROWS if not filters or any(f.lower() in row.name.lower() for f in filters)]
+    every = [*ROWS, *(replace(row, gpu=True) for row in GPU_ROWS)]
+    rows = [row for row in every if not filters or any(f.lower() in row.name.lower() for f in filters)]
     if not rows:
-        print(f"no row is named like {', '.join(filters)}: there are {'; '.join(r.name for r in ROWS)}", file=sys.stderr)
+        print(f"no row is named like {', '.join(filters)}: there are {'; '.join(r.name for r in every)}", file=sys.stderr)
         return 1
+    card = _gpu() if any(row.gpu for row in rows) else None
+    if card is None:
+        rows = [row for row in rows if not row.gpu]
+        if not rows:
+            print("these rows need a CUDA device, torch and cupy", file=sys.stderr)
+            return 1
     missing = {row.name: absent for row in rows if (absent := _absent(row))}
     missing |= {f"{row.name}, {o.name}": absent for row in rows if row.name not in missing for o in row.others if (absent := _absent(o))}
     runnable = [replace(row, others=tuple(o for o in row.others if not _absent(o))) for row in rows if not _absent(row)]
@@ -139,11 +211,11 @@ def bench(filters: Sequence[str] = (), *, form: str = "table", quick: bool = Fal
     names = names_for(present)
     results = [measure(row, names, rounds=7 if quick else 25) for row in runnable]
     if form == "json":
-        print(json.dumps(_record(results, missing, present), indent=2))
+        print(json.dumps(_record(results, missing, present) | ({"gpu": card} if card else {}), indent=2))
     elif form == "markdown":
         print(tables.markdown(["conversion", ">ns", "what users call today", ">ns", ">ratio", ">wanted"], _brief(results)), end="")
     else:
-        _print(results, missing, present)
+        _print(results, missing, present, card)
     return 0
 
 
@@ -170,7 +242,8 @@ def names_for(modules: set[str]) -> dict[str, Any]:
                   "torch_from_numpy": torch.from_numpy, "torch_as_tensor": torch.as_tensor}  # fmt: skip
     if "jax" in modules:
         jax = import_module("jax")
-        names |= {"j": jax.numpy.ones((4, 8)).block_until_ready(), "jax_from_dlpack": jax.dlpack.from_dlpack}
+        here = jax.devices("cpu")[0]           # also where jax's own choice would be a GPU
+        names |= {"j": jax.device_put(np.ones((4, 8), np.float32), here).block_until_ready(), "jax_from_dlpack": jax.dlpack.from_dlpack}
     if "tvm_ffi" in modules:
         tvm_from_dlpack: Callable[[Any], Any] = import_module("tvm_ffi").from_dlpack
         names |= {"v": tvm_from_dlpack(a), "tvm_from_dlpack": tvm_from_dlpack}
@@ -229,7 +302,7 @@ def _install(modules: Sequence[str]) -> str:
     return "pip install " + " ".join({"tvm_ffi": "apache-tvm-ffi"}.get(m, m) for m in modules)
 
 
-def _print(results: Sequence[Result], missing: Mapping[str, list[str]], modules: set[str]) -> None:
+def _print(results: Sequence[Result], missing: Mapping[str, list[str]], modules: set[str], card: str | None) -> None:
     cells = []
     for r in results:
         for i, o in enumerate(r.row.others):
@@ -240,7 +313,7 @@ def _print(results: Sequence[Result], missing: Mapping[str, list[str]], modules:
     columns = ["conversion", ">ours: min", ">median", "today", ">min", ">median", ">ratio", ">wanted", "verdict"]
     versions = ", ".join(f"{m} {v}" for m, v in _versions(modules).items())
     tables.show("Nanoseconds for one call; float32, of shape (4, 8) unless the row says its size; ratio of the minima", columns, cells,
-                [f"Python {platform.python_version()}, {versions}"])  # fmt: skip
+                [f"Python {platform.python_version()}, {versions}" + (f", {card}" if card else "")])  # fmt: skip
 
 
 def _brief(results: Sequence[Result]) -> list[list[str]]:

@@ -11,19 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from .errors import ExchangeError
-from .points import Point, point
-from .registry import register
+from ._core import pending_stream, ready_on, stream_idle, stream_of
+from .errors import DeviceLostError, ExchangeError
+from .points import Point, keep_until, point
+from .registry import party_limits, register
 
 if TYPE_CHECKING:
     from . import Device, Tensor
 
-__all__ = ["Adapter", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include", "point", "register",
-           "set_cuda_driver"]
+__all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include",
+           "keep_until", "party_limits", "pending_stream", "point", "ready_on", "register", "set_cuda_driver", "stream_idle", "stream_of"]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
-                "native_fields")
+                "native_fields", "fresh", "current_stream", "stream_capsule", "to_capsule", "home", "exports_of")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,25 @@ class Guard:
     remedy: str
     complex_only: bool = False
     fallback_only: bool = False
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Where an array shows its memory as plain attributes, which costs less to read than ``__dlpack__`` (`Adapter.reads`).
+
+    The device is what ``__dlpack_device__`` says, and pending is the work of `Adapter.current_stream`.
+
+    Attributes:
+        pointer: path to the address of the first element, an int: ``"data.ptr"``.
+        shape: extents.
+        strides: in bytes, as NumPy counts them.
+        dtype: a NumPy dtype.
+    """
+
+    pointer: str
+    shape: str = "shape"
+    strides: str = "strides"
+    dtype: str = "dtype"
 
 
 @dataclass(frozen=True)
@@ -83,6 +103,7 @@ class Importable:
         pointer_alignment, size_alignment: bytes; of host ranges, and of the size of the memory object.
         dedicated: it must be a dedicated allocation.
         memory_types: the memory types that it may have, None: any.
+        keeps: while one import of host pages lives, another costs nearly nothing, so memory that is made to be shared gets one at once.
     """
 
     supported: bool
@@ -91,6 +112,7 @@ class Importable:
     size_alignment: int = 1
     dedicated: bool = False
     memory_types: frozenset[int] | None = None
+    keeps: bool = False
 
     def check(self, h: Any) -> None:
         """ExchangeError where `h` does not fit; the message has the number that does not."""
@@ -135,7 +157,8 @@ class Adapter:
             may mean something else by the same memory). Default: `types`.
         module: what to import when the framework is asked for by name. Default: `name`.
         requires: what to install, for the message when that import fails. Default: `module`.
-        reads: ``"adapter"`` (`to_tensor`), ``"dlpack"``, ``"buffer"`` (then DLPack) or ``"table"``.
+        reads: ``"adapter"`` (`to_tensor`), ``"dlpack"``, ``"buffer"`` (then DLPack), ``"table"``, or ``"attributes"``.
+        attributes: which, for the last.
         table: name of the type within `module` whose exchange table makes objects; None: `from_tensor` does.
         guards: what is refused before reading.
         accepts: what can be held in place.
@@ -150,6 +173,7 @@ class Adapter:
     module: ClassVar[str] = ""
     requires: ClassVar[str] = ""
     reads: ClassVar[str] = "dlpack"
+    attributes: ClassVar[Attributes | None] = None
     table: ClassVar[str | None] = None
     guards: ClassVar[tuple[Guard, ...]] = ()
     accepts: ClassVar[Limits] = Limits()
@@ -167,6 +191,13 @@ class Adapter:
     #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot
     #   record(place, stream) -> Point                       when what the queue was given so far is done
     #   to_device(x, device) -> object                       the framework's own copy to another device
+    #   fresh(t, device) -> object                           an array of the framework's own there, shaped like t, not initialised
+    #   current_stream(device) -> int                        as the array API numbers it: what the framework's work runs on now. Objects
+    #       are made of memory that is ready on it, so `from_tensor` orders nothing
+    #   stream_capsule() -> capsule | None                   the same in C, named ``intptr_t (void)``, where there is one device
+    #   to_capsule(x, stream) -> capsule                     a quicker ``x.__dlpack__(stream=stream)``; beside reads="buffer"
+    #   home() -> Device                                     where host pages are shown to a framework that takes no memory of the host
+    #   exports_of(allocation) -> kinds                      what memory of others, on this adapter's devices, can be exported as
     #   native_fields(allocation) -> dict                    what the side channel says of it: some of `interop.native.ADAPTER_FIELDS`
 
     def can(self, capability: str) -> bool:
@@ -202,10 +233,13 @@ class Adapter:
 
 
 def set_cuda_driver(driver: Any) -> None:
-    """Who answers for CUDA: ``pointer_device(address) -> id``, ``order(device, first, then)``, ``synchronize(device, stream)``.
+    """Who answers for CUDA. The adapter that comes with interop does, through cuda-bindings; an application may put its own here.
 
-    Streams are numbered as the array API does. The adapter that comes with interop uses cuda-bindings; an application with a driver
-    binding of its own may put it here.
+    Streams are numbered as the array API does. It has ``pointer_device(address) -> id``, ``order(device, first, then)`` and
+    ``synchronize(device, stream)``, and may have ``own_stream(device) -> stream`` (a stream of interop's), ``keep(device, stream,
+    memory)`` (hold memory until what the stream was given is done), ``idle(device, stream) -> bool``,
+    ``classify(address, claimed) -> (DLDeviceType, id)``, and ``enter(device) -> token | None`` with ``leave(token)`` (make a GPU
+    current; None: it is).
     """
     from . import _core
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from . import _core, points, transfer
+from . import _core, memory, points, transfer
 from .errors import ExchangeError, LeaseError
 from .points import READY, Point
 from .registry import adapter_of, context_of
@@ -46,8 +46,8 @@ class Lease:
         staged: whether `value` is a copy that `release` writes back.
     """
 
-    __slots__ = ("__weakref__", "_adapter", "_broken", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream", "_timeout",
-                 "_value",
+    __slots__ = ("__weakref__", "_adapter", "_back", "_broken", "_end", "_entry", "_generation", "_lock", "_make", "_place", "_stream",
+                 "_timeout", "_value",
                  "access", "after", "released", "staged", "tensor")
 
     def __init__(self, tensor: Any, access: str) -> None:
@@ -65,6 +65,7 @@ class Lease:
         self._adapter: Any = None
         self._place: Any = None
         self._stream: Any = None
+        self._back: Any = None      # the stream of the framework whose memory it is: it goes on after the lease
         self._timeout: tuple[float, Callable[[], None]] | None = None
         self._lock = threading.RLock()
 
@@ -125,7 +126,10 @@ class Lease:
         try:
             try:
                 if ask and self._adapter is not None and self._adapter.can("record"):
-                    end = points.as_point(self._adapter.record(self._place, self._stream))
+                    stream = self._stream() if callable(self._stream) else self._stream
+                    end = points.as_point(self._adapter.record(self._place, stream))
+                    if self._back is not None and self._back != stream and not end.done():
+                        self._adapter.wait(self._place, self._back, end)
             finally:
                 if finish is not None and not end.done():
                     end = points.After(end, finish)        # the writer is still at work: write back when it has finished
@@ -355,6 +359,8 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
     if place is not None and place.name != "cpu":
         raise ExchangeError(f"memory on {t.device} is not that of {place}, and no adapter here reaches it",
                             "a framework that uses the device can: interop.to(x, 'torch', device=...)")
+    if place is None and copy is not True and _on_its_stream(lease, t, target, stream):
+        return
     if _core.is_host(t):
         _core.check_stream(stream, t)
 
@@ -380,6 +386,39 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         raise ExchangeError(f"memory on {t.device} cannot be reached by {target!r} in place", "copy=None stages it through host memory")
     else:
         _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage(t, lease.access, str(target), reason), give), now=False)
+
+
+def _on_its_stream(lease: Lease, t: Any, target: Any, stream: Any) -> bool:
+    """A framework that uses the device's memory itself: its stream waits at both ends, the host does not. False: it is none.
+
+    Of a framework whose stream nobody knows (jax) the host waits before, and whoever releases has to know that it is done.
+    """
+    if _core.is_host(t):
+        home = memory.home_of(target)
+        if home is None:
+            return False
+        t = memory.import_pages(t, home)
+    adapter = adapter_of(t.device)
+    if adapter is None or not adapter.can("record") or not _core.accepts_device(target, t.device):
+        return False
+
+    def now() -> Any:
+        return _core.target_stream(target, t.device) if stream is None else _core.stream_of(stream, t.device)
+
+    def make() -> Any:
+        with _core.own_lease():
+            return _core.to(t, target, copy=False, readonly=lease.access == "read", stream=stream)
+
+    if now() is None:
+        _hand_out(lease, make)
+        return True
+    lease._value = make()
+    if not lease.after.done() and now() != -1 and not (adapter.can("wait") and adapter.wait(t.device, now(), lease.after)):
+        lease.after.wait(points.HOST_TIMEOUT)
+    lease._adapter, lease._place, lease._stream = adapter, t.device, now
+    pending = _core.pending_stream(t)
+    lease._back = pending if pending != -1 and adapter.can("wait") else None
+    return True
 
 
 def _never_writes(target: Any) -> bool:

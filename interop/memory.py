@@ -21,13 +21,14 @@ import numpy as np
 from . import _core
 from ._core import Allocation, Device, DType, Tensor
 from .errors import ExchangeError
-from .registry import context_of, expect, party_limits, place_of
+from .registry import adapter_of, context_of, expect, party_limits, place_of
 
 if TYPE_CHECKING:
     from .contract import Adapter, Importable
 
 PAGE = mmap.PAGESIZE
 _F_SEAL_FUTURE_WRITE = 0x10     # linux/fcntl.h; Python 3.11 has no name for it
+_EXT_DEV = 12                   # devices of many owners, told apart by name: a number says nothing of whose
 _HOST_TRAITS = ("host_visible", "coherent", "cached")
 #: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE-FD.
 KINDS: dict[str, tuple[str, str]] = {
@@ -318,14 +319,15 @@ def import_handle(h: ExternalHandle, place: Any) -> Allocation:
 def export(a: Allocation, kind: str) -> ExternalHandle:
     """``Allocation.export``: a handle of one of the kinds in ``Allocation.exports``; its holder closes it."""
     a.check()
-    if kind not in a.exports:
+    adapter = a.adapter or (adapter_of(a.device) if a.is_foreign else None)
+    if kind not in a.exports and not (a.is_foreign and adapter is not None and kind in adapter.shares):
         kinds = ", ".join(sorted(a.exports)) or "none"
         raise ExchangeError(f"this allocation exports no {kind!r} (it exports: {kinds})",
                             "allocate it so: interop.empty(..., shared_with=['process'])" if not a.exports else None)
-    if a.adapter is not None:
-        if not a.adapter.can("export_handle"):
-            raise ExchangeError(f"adapter {a.adapter.name} exports no handles")
-        handle: ExternalHandle = expect(a.adapter, "export_handle", a.adapter.export_handle(a, kind), ExternalHandle)
+    if adapter is not None:
+        if not adapter.can("export_handle"):
+            raise ExchangeError(f"adapter {adapter.name} exports no handles")
+        handle: ExternalHandle = expect(adapter, "export_handle", adapter.export_handle(a, kind), ExternalHandle)
         handle.owner = handle.owner or a        # an import of it in this process shares a's leases and Points
         return handle
     if kind == "host":
@@ -334,6 +336,29 @@ def export(a: Allocation, kind: str) -> ExternalHandle:
         return handle
     pages = a.owner
     return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset + a.handle - pages.address, owner=a)
+
+
+def exports_of(a: Allocation) -> Iterable[str]:
+    """``Allocation.exports`` of somebody else's device memory: what its driver says. Called by the core."""
+    adapter = adapter_of(a.device)
+    if adapter is None or not adapter.can("exports_of"):
+        return ()
+    kinds: Iterable[str] = adapter.exports_of(a)
+    return kinds
+
+
+def import_pages(t: Tensor, place: Any) -> Tensor:
+    """Host memory as memory of a device that can see its pages: the same bytes, under the same leases. Called by the core.
+
+    The pages stay registered with the device's driver until the tensor and what is made of it are gone.
+    """
+    a = t.allocation
+    handle = ExternalHandle("host", a.handle, a.nbytes, owner=a) if t.size else None
+    if handle is None:
+        return empty(t.shape, t.dtype, device=place)
+    there = import_handle(handle, place)
+    out = there.tensor(t.shape, "uint8" if t.padded else t.dtype, strides=t.strides, byte_offset=_core.offset_in(t), readonly=t.readonly)
+    return _core.as_padded(out, t.dtype) if t.padded else out
 
 
 # ---- host pages ----
@@ -495,7 +520,7 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
             continue
         limits = party_limits(party)
         needed = max(needed, limits.alignment)
-        if limits.imports:
+        if limits.imports or home_of(party) is not None:
             whole_pages = imported = True
             needed = max(needed, PAGE)
     if not whole_pages:
@@ -509,7 +534,38 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
     address = -(-pages.address // needed) * needed
     a = Allocation(address, size, (1, 0), owner=pages, alignment=max(needed, PAGE), dies_at_fork=imported, traits=_HOST_TRAITS,
                    exports=("memfd", "host") if fd is not None else ("host",))
+    for party in parties:
+        _show_pages(a, party)
     return a.tensor(extents, kind)
+
+
+def home_of(party: Any) -> Any:
+    """The device on which a framework sees host memory that takes no memory of the host itself; None for all others."""
+    if party == "process":
+        return None
+    adapter, where = context_of(party)
+    if adapter is None or where is not None or not adapter.can("home") or 1 in (adapter.accepts.devices or (1,)):
+        return None
+    return adapter.home()
+
+
+def _show_pages(a: Allocation, party: Any) -> None:
+    """Import the pages once for as long as they live, where that makes every later import cheap."""
+    place = None if party == "process" else home_of(party) or context_of(party)[1]
+    adapter, where = (None, None) if place is None else place_of(place)
+    if adapter is None or not adapter.can("import_handle") or (str(where) in a.imports):
+        return
+    need = adapter.importable("host", place=where)
+    if need.supported and need.keeps:
+        with ExternalHandle("host", a.handle, a.nbytes) as handle:      # no owner: what the root imports does not hold the root
+            a.imports[str(where)] = expect(adapter, "import_handle", adapter.import_handle(handle, place=where), Allocation)
+
+
+def _takes(limits: Any, adapter: Adapter, place: Any) -> bool:
+    """Whether a framework's objects can lie in the memory of `place` itself."""
+    where = place_of(place)[1]
+    device = where if isinstance(where, Device) else where.device
+    return limits.devices is not None and device.type in limits.devices and device.type != _EXT_DEV
 
 
 def _host_place(where: Any) -> bool:
@@ -527,9 +583,10 @@ def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:
         here, where = context_of(party)
         name = str(party)
         if adapter is not None:
-            ok = here is adapter or bool(adapter.shares & limits.imports)
+            ok = here is adapter or bool(adapter.shares & limits.imports) or (where is None and _takes(limits, adapter, device))
         elif where is None or here is None:     # a framework, or the host itself
-            ok = limits.devices is None or 1 in limits.devices
+            home = home_of(party)
+            ok = limits.devices is None or 1 in limits.devices or (home is not None and importable("host", home).supported)
         else:
             ok = "host" in limits.imports
         (good if ok else bad).append(name)

@@ -23,7 +23,7 @@ _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
 _by_device: dict[str, Any] = {}
 _SHIPPED = ("torch", "jax", "tvm_ffi", "cupy", "cuda")
-_READS = ("adapter", "dlpack", "buffer", "table")
+_READS = ("adapter", "dlpack", "buffer", "table", "attributes")
 _plugins_loaded = False
 
 
@@ -66,12 +66,14 @@ _CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "export_handle": (("allocation", "kind"), {}), "import_handle": (("handle",), {"place": None}),
     "importable": (("kind",), {"place": None}), "map": (("allocation", "access", "first", "nbytes"), {}),
     "copy": (("dst", "src", "stream"), {}), "wait": (("place", "stream", "point"), {}), "record": (("place", "stream"), {}),
-    "to_device": (("x", "device"), {}), "native_fields": (("allocation",), {}),
+    "to_device": (("x", "device"), {}), "native_fields": (("allocation",), {}), "fresh": (("t", "device"), {}),
+    "home": ((), {}), "exports_of": (("allocation",), {}),
+    "current_stream": (("device",), {}), "stream_capsule": ((), {}), "to_capsule": (("x", "stream"), {}),
 }  # fmt: skip
 
 
 def _check_adapter(adapter: Any) -> None:
-    from .contract import CAPABILITIES, Adapter, Guard, Limits
+    from .contract import CAPABILITIES, Adapter, Attributes, Guard, Limits
 
     cls = type(adapter)
 
@@ -118,10 +120,14 @@ def _check_adapter(adapter: Any) -> None:
         raise TypeError(f"{cls.__qualname__} lacks to_tensor(x), which reads='adapter' calls")
     if adapter.reads == "table" and adapter.table is None:
         raise TypeError(f"{cls.__qualname__} lacks table, which reads='table' needs")
-    if cls.from_tensor is Adapter.from_tensor and adapter.table is None:
+    if adapter.reads == "attributes" and adapter.attributes is None:
+        raise TypeError(f"{cls.__qualname__} lacks attributes, which reads='attributes' needs")
+    if adapter.attributes is not None and not isinstance(adapter.attributes, Attributes):
+        raise bad("attributes", "a contract.Attributes, or None")
+    if cls.from_tensor is Adapter.from_tensor and adapter.table is None and (adapter.types or not adapter.device):
         raise TypeError(f"{cls.__qualname__} lacks from_tensor(t, *, place=None, stream=None)")
     for capability in CAPABILITIES:
-        if getattr(adapter, capability, None) is not None and not adapter.can(capability):
+        if not callable(getattr(adapter, capability, int)):
             raise bad(capability, "a method")
     for method, arguments in _CALLS.items():
         function = getattr(adapter, method, None)
@@ -214,7 +220,7 @@ def resolve(key: Any) -> Any:
 def _resolve_name(name: str) -> Any:
     if name in ("interop", "numpy"):
         return _core.make_target(name, "tensor" if name == "interop" else "numpy")
-    if name in _by_name:
+    if name in _by_name and (_by_name[name].types or _by_name[name].device != name):
         return _target(_by_name[name])
     if device_names.known(name.partition(":")[0]):
         return _core.make_target("interop", "tensor", place=_core.Device(name))
@@ -282,6 +288,12 @@ def load_shipped() -> None:
     """Register the adapters in `interop.adapters`. They are small and import no framework."""
     for name in _SHIPPED:
         importlib.import_module(f"interop.adapters.{name}")
+
+
+def copies(device: Any) -> bool:
+    """Whether an adapter copies memory of this device to and from the host."""
+    adapter = adapter_of(device)
+    return adapter is not None and bool(adapter.can("copy"))
 
 
 def expect(adapter: Any, method: str, value: Any, kind: type) -> Any:

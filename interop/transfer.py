@@ -60,6 +60,17 @@ def copyto(dst: Any, src: Any, /, *, stream: Any = None, progress: Callable[[int
         _core.ledger_remove(reading)
 
 
+def copy_on(dst: Any, src: Any, stream: Any) -> None:
+    """`copyto` into a framework's fresh array. Called by the core.
+
+    On the framework's own stream nobody waits: what the framework does next comes after it. Elsewhere the host does.
+    """
+    to = _core.view_of(dst)
+    done = copyto(to, src, stream=stream)
+    if _core.pending_stream(to) == -1:
+        done.wait(points.HOST_TIMEOUT)
+
+
 def _hold(t: Any, kind: int, against: int, own: int) -> int:
     """Lease the bytes for the time of the call; `own` is the entry of the other side, which may overlap."""
     space, lo, hi = _core.byte_span(t)

@@ -24,8 +24,10 @@ def no_cuda_driver(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     _core.set_cuda_ops(None)
+    usable, cuda.ADAPTER._usable = cuda.ADAPTER._usable, False
     yield
-    _core.set_cuda_ops(cuda.DRIVER)
+    cuda.ADAPTER._usable = usable
+    _core.set_cuda_ops(cuda.ADAPTER)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,7 @@ cdef class Allocation:
     cdef readonly object owner           # kept until release; may be None
     cdef readonly object alignment       # int, bytes
     cdef readonly frozenset traits       # "host_visible", "coherent", "cached", "pinned", ...
-    cdef readonly frozenset exports      # kinds of ExternalHandle that export() makes
+    cdef frozenset kinds                 # of ExternalHandle that export() makes; None: of others' memory, not asked yet
     cdef readonly dict imports           # what other Contexts made of these bytes; released before the root
     cdef readonly bint readonly
     cdef readonly object atom            # int: bytes that the host and the device can only exchange together; leases are of whole ones
@@ -58,7 +58,7 @@ cdef class Allocation:
         self.readonly = readonly
         self.atom = root.atom if root is not None else atom
         self.traits = frozenset(traits)
-        self.exports = frozenset(exports)
+        self.kinds = frozenset(exports)
         self.imports = {}
         self.generation = interop_generation
         self.dies_at_fork = dies_at_fork or context is not None
@@ -95,6 +95,13 @@ cdef class Allocation:
         return device_of(self.dl)
 
     @property
+    def exports(self):
+        """Kinds of ExternalHandle that `export` makes; of somebody else's device memory its driver is asked."""
+        if self.kinds is None:
+            self.kinds = frozenset(_up_exports(self))
+        return self.kinds
+
+    @property
     def handle(self):
         """A NativeHandle's value: address of the first byte, or the native handle."""
         return self.value
@@ -103,6 +110,11 @@ cdef class Allocation:
     def lent_out(self):
         """How many exports (arrays of frameworks, capsules, buffers) are alive; while any is, `close` refuses."""
         return self.lent
+
+    @property
+    def is_foreign(self):
+        """Whether the memory is somebody else's, seen through a tensor of theirs."""
+        return self.foreign
 
     @property
     def is_closed(self):

@@ -3,16 +3,7 @@
 cdef object _MAX_VERSION = (DLPACK_MAJOR, DLPACK_MINOR)
 cdef object _KW_VERSION_ONLY = ("max_version",)
 cdef str _S_DLPACK = "__dlpack__"
-
-# Filled by the CUDA adapter when it is there: pointer_device(address) -> id, order(device, from_stream, to_stream).
-_cuda_ops = None
-
-
-def set_cuda_ops(ops):
-    """The functions that only a CUDA driver can answer: `pointer_device`, `order`."""
-    global _cuda_ops
-    _cuda_ops = ops
-
+cdef object np_dtype = np.dtype
 
 # ---- capsules ----
 cdef Tensor consume_capsule(object capsule):
@@ -62,6 +53,16 @@ cdef refuse_capsule(object capsule):
         raise ExchangeError(f"this capsule ({text}) was already consumed: a DLPack capsule can be used once",
                             "ask the producer for another: x.__dlpack__()")
     raise TypeError(f"a capsule named {text!r} is no DLPack tensor: 'dltensor' or 'dltensor_versioned' is wanted")
+
+
+cdef Tensor consume_raw(object capsule):
+    """A capsule that came by itself: of CUDA memory nobody vouches for what and where it is, so the driver is asked where it is here."""
+    cdef Tensor t = consume_capsule(capsule)
+    cdef int32_t kind = t.dl.device.device_type
+    if t.alloc == NULL and _cuda_classify is not None and kind in (kDLCUDA, kDLCUDAHost, kDLCUDAManaged) \
+            and not is_empty(t.dl.ndim, t.dl.shape):
+        t.dl.device = (<Device>get_device(_cuda_classify(<uintptr_t>t.dl.data + t.dl.byte_offset, (kind, t.dl.device.device_id)))).dl
+    return t
 
 
 # ---- __dlpack__ ----
@@ -147,13 +148,19 @@ cdef Device _CPU = get_device((kDLCPU, 0))
 
 cdef object promised_device(x):
     """What ``__dlpack_device__`` says, or None where there is no such method."""
+    cdef PyObject* found
     try:
         method = x.__dlpack_device__
     except AttributeError:
         return None
     pair = method()
-    if PyTuple_CheckExact(pair) and PyTuple_GET_SIZE(pair) == 2 and <object>PyTuple_GET_ITEM(pair, 0) is _ONE:
-        return _CPU              # its id says nothing (paddle: None)
+    if PyTuple_CheckExact(pair) and PyTuple_GET_SIZE(pair) == 2:
+        if <object>PyTuple_GET_ITEM(pair, 0) is _ONE:
+            return _CPU          # its id says nothing (paddle: None)
+        if PyLong_CheckExact(<object>PyTuple_GET_ITEM(pair, 0)) and PyLong_CheckExact(<object>PyTuple_GET_ITEM(pair, 1)):
+            found = PyDict_GetItemWithError(_DEVICES, pair)  # the cache of Devices is by such pairs
+            if found != NULL:
+                return <Device>found
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise TypeError(f"{type(x).__name__}.__dlpack_device__ returned {pair!r}: it must be a pair (type, id)")
     kind, number = pair
@@ -162,20 +169,19 @@ cdef object promised_device(x):
     return get_device((kind, number))
 
 
-cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
-    """Through ``__dlpack__``; the device first, because it decides which stream is sent."""
+cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream, Target g):
+    """Through ``__dlpack__``; the device first, because it decides which stream is sent: the one that `g` will use the memory on."""
     cdef Tensor t
     cdef Device promised = promised_device(x)
     cdef object dl_device = None, sent = None
     if device is not None and promised is not None and device != promised:
         dl_device = tuple(device)
     if dl_device is None and promised is not None and has_streams(promised.dl.device_type):
-        sent = stream_number(stream, promised.dl.device_type)
-        if sent is None and promised.dl.device_type != kDLROCM:
-            sent = 1             # the legacy default stream, said aloud (array API: never 0)
+        if stream is not None or promised.dl.device_type != kDLROCM or g is not None and g.table != NULL:
+            sent = wanted_stream(g, promised.dl, stream)     # the default stream is said aloud (array API: never 0)
     elif stream is not None and stream_number(stream, kDLCPU) not in (None, -1):
         raise ExchangeError(f"stream {stream!r}: memory that arrives on {device or promised} has no streams", "leave stream out")
-    capsule = call_dlpack(x, r, sent, dl_device, copy)
+    capsule = call_dlpack_there(x, r, promised, sent, dl_device, copy)
     if not PyCapsule_CheckExact(capsule):
         raise TypeError(f"{type(x).__name__}.__dlpack__ returned {type(capsule).__name__}, not a capsule")
     t = consume_capsule(capsule)
@@ -191,9 +197,88 @@ cdef Tensor read_dlpack(x, TypeRecord r, Device device, copy, stream):
     return t if addressable(t.dl.device.device_type) else join_native(t, x)
 
 
-cdef inline int64_t default_stream(int32_t kind) noexcept nogil:
-    # What None means in the array API: the legacy default stream, which ROCm calls 0
-    return 0 if kind == kDLROCM else 1
+cdef object call_dlpack_there(x, TypeRecord r, Device there, stream, dl_device, copy):
+    """With the producer's GPU current, which some producers take for granted (field report B56), and the caller's again afterwards."""
+    if there is None or _cuda_enter is None or there.dl.device_type not in (kDLCUDA, kDLCUDAManaged):
+        return call_dlpack(x, r, stream, dl_device, copy)
+    before = _cuda_enter(there.dl.device_id)
+    if before is None:           # it is, or there is only one
+        return call_dlpack(x, r, stream, dl_device, copy)
+    try:
+        return call_dlpack(x, r, stream, dl_device, copy)
+    finally:
+        _cuda_leave(before)
+
+
+cdef Tensor read_by_adapter(x, TypeRecord r, stream, Target g):
+    """Through the adapter's quicker ``__dlpack__``, for objects that are probably where the last one was (jax on a GPU)."""
+    cdef Tensor t
+    cdef int64_t sent
+    cdef Device here = r.last_device
+    cdef int i
+    for i in range(2):
+        sent = wanted_stream(g, here.dl, stream)
+        try:
+            capsule = r.adapter.to_capsule(x, sent)      # looked up anew: adapters put jaxlib's own function there
+        except (RuntimeError, ValueError) as e:
+            raise ExchangeError(f"{source_name(x, r)} cannot be exported: {first_line(e)}") from e
+        t = consume_capsule(capsule)
+        if t.dl.device.device_type == here.dl.device_type and t.dl.device.device_id == here.dl.device_id:
+            t.stream = sent
+            return t
+        if not has_streams(t.dl.device.device_type):
+            r.last_device = None
+            return t
+        here = r.last_device = device_of(t.dl.device)        # another GPU, whose streams are others
+    raise ExchangeError(f"{source_name(x, r)} changes its device from one export to the next")
+
+
+cdef Tensor read_attributes(x, TypeRecord r):
+    cdef DLTensor d
+    cdef int64_t dims[2 * MAX_NDIM]
+    cdef uint64_t flags = 0
+    cdef int64_t pending = borrow_attributes(x, r, &d, dims, &flags, MAX_NDIM)
+    cdef Tensor t = over_object(x, &d, flags)
+    t.stream = pending
+    return t
+
+
+cdef int64_t borrow_attributes(x, TypeRecord r, DLTensor* d, int64_t* dims, uint64_t* flags, int room) except? -2:
+    """Address, shape, strides (in bytes) and dtype as the object shows them; the device as ``__dlpack_device__`` says it.
+
+    Returns the stream that is pending. `dims` has room for twice `room` numbers.
+    """
+    cdef int i, n
+    cdef int64_t size
+    cdef Device here = promised_device(x)
+    address = x
+    for name in r.pointer:
+        address = getattr(address, name)
+    shape, steps, descr = getattr(x, r.shape_name), getattr(x, r.strides_name), getattr(x, r.dtype_name)
+    if not isinstance(descr, np_dtype):
+        raise TypeError(f"{type(x).__name__}.{r.dtype_name} is {descr!r}, not a NumPy dtype")
+    if not PyTuple_CheckExact(shape) or not PyTuple_CheckExact(steps):
+        shape, steps = tuple(shape), tuple(steps)
+    n = <int>PyTuple_GET_SIZE(shape)
+    if n > room or PyTuple_GET_SIZE(steps) != n:
+        raise ExchangeError(f"shape {shape} with strides {steps}: at most {MAX_NDIM} dimensions, and as many strides")
+    d.dtype = dtype_of_descr(<NpyDescr*><PyObject*>descr, flags)
+    size = element_bytes(d.dtype, flags[0])
+    for i in range(n):
+        dims[i] = <object>PyTuple_GET_ITEM(shape, i)
+        dims[n + i] = <object>PyTuple_GET_ITEM(steps, i)
+        if dims[n + i] % size:
+            raise ExchangeError(f"strides {steps} bytes are not multiples of the {size}-byte elements")
+        dims[n + i] = dims[n + i] // size
+    d.data = <void*><uintptr_t>address
+    d.device = here.dl
+    d.ndim = n
+    d.shape = dims
+    d.strides = dims + n
+    d.byte_offset = 0
+    if not has_streams(here.dl.device_type):
+        return STREAM_NONE
+    return default_stream(here.dl.device_type) if r.current_stream is None else adapter_stream(r.stream_now, r.current_stream, here.dl)
 
 
 cdef int check_arrival(Tensor t, Device wanted, x) except -1:
@@ -204,38 +289,6 @@ cdef int check_arrival(Tensor t, Device wanted, x) except -1:
     if host_accessible(wanted.dl.device_type) and host_accessible(d.device_type):
         return 0
     raise ExchangeError(f"{type(x).__name__}: __dlpack_device__ or dl_device says {wanted} and the capsule says {device_of(d)}")
-
-
-cdef object stream_number(stream, int32_t kind):
-    """A stream as the number that the array API wants for `kind`, or None. Takes ints and objects with ``__cuda_stream__``."""
-    if stream is None:
-        return None
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        stream = cuda_stream_of(stream, protocol)
-    if isinstance(stream, bool) or not hasattr(stream, "__index__"):
-        raise TypeError(f"stream {stream!r}: an int as the array API numbers streams, or an object with __cuda_stream__")
-    number = _index(stream)
-    if number < -1 or number >= 2**63:
-        raise ValueError(f"stream {number}: must be -1 (no ordering) or a stream")
-    if kind in (kDLCUDA, kDLCUDAManaged) and number == 0:
-        raise ValueError("stream 0 is ambiguous on CUDA: 1 is the legacy default stream, 2 the per-thread one (array API)")
-    if kind == kDLROCM and number in (1, 2):
-        raise ValueError(f"stream {number} is not defined on ROCm: 0 is its default stream (array API)")
-    return number
-
-
-cdef object cuda_stream_of(stream, protocol):
-    """The handle in ``__cuda_stream__``: a pair (version, address), or a method that returns one. 0 is the legacy default stream, 1."""
-    pair = protocol() if callable(protocol) else protocol
-    try:
-        version, address = pair
-        version, address = _index(version), _index(address)
-    except (TypeError, ValueError):
-        raise TypeError(f"__cuda_stream__ of {type(stream).__name__} gave {pair!r}: it must be a pair (version, address)") from None
-    if address < 0:
-        raise ValueError(f"__cuda_stream__ of {type(stream).__name__} gave address {address}")
-    return address or 1
 
 
 # ---- the exchange table of another type ----
@@ -263,17 +316,6 @@ cdef str first_line(e):
 
 cdef int reraise() except -1:
     return -1
-
-
-cdef int64_t table_stream(DLPackExchangeAPI* table, DLDevice d) except? -2:
-    cdef void* stream = NULL
-    if not has_streams(d.device_type):
-        return STREAM_NONE
-    if table.current_work_stream(d.device_type, d.device_id, &stream) != 0:
-        raise_from_table(None)
-    if stream == NULL:
-        return default_stream(d.device_type)
-    return <int64_t><intptr_t>stream
 
 
 cdef Tensor read_table(PyObject* x, TypeRecord r):
@@ -453,15 +495,17 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
         d.data = <void*><uintptr_t>address
     except (OverflowError, TypeError) as e:
         raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__}: {e}") from None
-    if device is None:
-        if _cuda_ops is None:
-            raise ExchangeError("__cuda_array_interface__ does not say which GPU it is on, and no CUDA driver is here to ask",
-                                "say device='cuda:0', or install cuda-bindings")
-        number = _cuda_ops.pointer_device(<uintptr_t>d.data) if d.data != NULL else 0
-    else:
-        number = device.id
     d.device.device_type = kDLCUDA
-    d.device.device_id = number
+    d.device.device_id = 0
+    if device is not None and device.dl.device_type == kDLCUDA:
+        d.device = device.dl
+    elif _cuda_ops is None:
+        raise ExchangeError("__cuda_array_interface__ does not say which GPU it is on, and no CUDA driver is here to ask",
+                            "say device='cuda:0', or install cuda-bindings")
+    elif d.data != NULL and _cuda_classify is not None:
+        d.device = (<Device>get_device(_cuda_classify(<uintptr_t>d.data, (kDLCUDA, 0)))).dl
+    elif d.data != NULL:
+        d.device.device_id = _cuda_ops.pointer_device(<uintptr_t>d.data)
     d.ndim = n
     d.shape = shape
     d.strides = strides if steps is not None else NULL
@@ -480,10 +524,10 @@ cdef object instance_attribute(x, name):
         return None
 
 
-cdef Tensor read_instance(x, TypeRecord r, Device device, copy, stream):
+cdef Tensor read_instance(x, TypeRecord r, Device device, copy, stream, Target g):
     """Nothing on the type says what it is; some objects answer for themselves."""
     if instance_attribute(x, "__dlpack__") is not None and not isinstance(x, type):
-        return read_dlpack(x, r, device, copy, stream)
+        return read_dlpack(x, r, device, copy, stream, g)
     interface = instance_attribute(x, "__cuda_array_interface__")
     if interface is not None and not isinstance(x, type):
         return read_cuda_interface(x, interface, device, stream)

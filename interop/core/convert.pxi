@@ -3,7 +3,8 @@
 cdef struct Source:
     DLTensor dl
     uint64_t flags
-    int64_t stream
+    int64_t stream               # whose work is pending
+    int64_t wanted               # the stream that the target will use it on; STREAM_UNKNOWN: not asked, or it has none
     PyObject* owner              # what keeps the memory: borrowed from the object itself, or from `keep`
     int64_t dims[2 * INLINE_DIMS]
 
@@ -25,7 +26,8 @@ cdef inline Tensor read_as_is(PyObject* x, TypeRecord r):
     return read_slow(<object>x, r, None, None, None)
 
 
-cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream):
+cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream, Target g=None):
+    # `g`: who will use it, where that is known: a producer with streams is told
     cdef int source = r.source
     if source == SRC_TENSOR or source == SRC_NDARRAY or source == SRC_TABLE or source == SRC_TABLE_OWNED:
         return read_as_is(<PyObject*>x, r)
@@ -36,27 +38,29 @@ cdef Tensor read_slow(x, TypeRecord r, Device device, copy, stream):
     if r.n_guards and not (source == SRC_BUFFER and r.fallback_guards):
         check_guards(r, <PyObject*>x, -1)
     if r.immutable:
-        return read_immutable(x, r, device, copy, stream)
-    return read_generic(x, r, device, copy, stream)
+        return read_immutable(x, r, device, copy, stream, g)
+    return read_generic(x, r, device, copy, stream, g)
 
 
-cdef Tensor read_immutable(x, TypeRecord r, Device device, copy, stream):
+cdef Tensor read_immutable(x, TypeRecord r, Device device, copy, stream, Target g):
     # A legacy capsule cannot say what the framework promises (jax, for dtypes that buffers do not have)
-    cdef Tensor t = read_generic(x, r, device, copy, stream)
+    cdef Tensor t = read_generic(x, r, device, copy, stream, g)
     t.flags |= DL_READ_ONLY      # nobody else has it yet
     return t
 
 
-cdef Tensor read_generic(x, TypeRecord r, Device device, copy, stream):
+cdef Tensor read_generic(x, TypeRecord r, Device device, copy, stream, Target g):
     cdef int source = r.source
+    cdef Tensor t
+    if source == SRC_ATTRIBUTES:
+        return read_attributes(x, r)
     if source == SRC_CAPSULE:
-        return consume_capsule(x)
+        return consume_raw(x)
     if source == SRC_ADAPTER:
-        t = r.adapter.to_tensor(x)
-        if not isinstance(t, Tensor):
-            raise TypeError(f"adapter {r.framework}: to_tensor returned {type(t).__name__}, not a Tensor")
-        return t
+        return expect_tensor(r, r.adapter.to_tensor(x))
     if source == SRC_BUFFER:
+        if r.last_device is not None and (device is None or device is r.last_device):
+            return read_by_adapter(x, r, stream, g)      # which asks what the guards ask
         if device is None or host_accessible(device.dl.device_type):
             try:
                 return read_buffer(x)
@@ -64,10 +68,19 @@ cdef Tensor read_generic(x, TypeRecord r, Device device, copy, stream):
                 if find_on_type(type(x), "__dlpack__") is None:
                     raise
         check_guards(r, <PyObject*>x, -1)        # also those asked only here
-        return read_dlpack(x, r, device, copy, stream)
+        t = read_dlpack(x, r, device, copy, stream, g)
+        if r.to_capsule is not None and has_streams(t.dl.device.device_type):
+            r.last_device = device_of(t.dl.device)
+        return t
     if source == SRC_DLPACK:
-        return read_dlpack(x, r, device, copy, stream)
-    return read_instance(x, r, device, copy, stream)
+        return read_dlpack(x, r, device, copy, stream, g)
+    return read_instance(x, r, device, copy, stream, g)
+
+
+cdef Tensor expect_tensor(TypeRecord r, t):
+    if not isinstance(t, Tensor):
+        raise TypeError(f"adapter {r.framework}: to_tensor returned {type(t).__name__}, not a Tensor")
+    return t
 
 
 # ---- copies, and who is told of them ----
@@ -159,8 +172,8 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         t = read_slow(x, r, None, False if copy is False else None, stream)
     if device is not None and not same_memory(t.dl.device, device.dl):
         if copy is False:
-            raise ExchangeError(f"memory on {device_of(t.dl.device)} and device={str(device)!r}: "
-                                "that takes a copy, which copy=False forbids", "leave copy out")
+            t = imported_at(t, device, f"memory on {device_of(t.dl.device)} and device={str(device)!r}")
+    if device is not None and not same_memory(t.dl.device, device.dl):
         may_read(&t.dl, t.flags, t.alloc, None)
         t = _up_move(t, device, source_name(x, r))
         t.flags |= DL_IS_COPIED
@@ -169,6 +182,8 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         raise ExchangeError(f"{type(x).__name__} arrived as a copy and copy=False forbids it")
     if stream is not None:
         settle_stream(t, stream)
+    if copy is True:
+        refuse_layout(t.flags, "a copy of itself")
     if copy is True or (readonly is False and t.flags & DL_READ_ONLY) or misaligned(&t.dl):
         may_read(&t.dl, t.flags, t.alloc, None)       # its bytes are about to be read
     if copy is True:
@@ -196,17 +211,6 @@ cdef Tensor relabelled(Tensor base, uint64_t readonly):
     return t
 
 
-cdef settle_stream(Tensor t, stream):
-    # What the caller will use: pending work is ordered before it, and it is what is pending from here on.
-    number = stream_number(stream, t.dl.device.device_type)
-    if has_streams(t.dl.device.device_type):
-        order_streams(&t.dl, t.stream, number)
-        if number != -1:
-            t.stream = number
-    elif number is not None and number != -1:
-        raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "leave stream out")
-
-
 cdef bint same_memory(DLDevice have, DLDevice want) noexcept:
     if have.device_type == want.device_type and have.device_id == want.device_id:
         return True
@@ -223,7 +227,8 @@ cdef Tensor read_towards(x, TypeRecord r, Device device, copy, stream):
     cdef Tensor t
     if here is None:
         return read_slow(x, r, device, False if copy is False else None, stream)
-    if same_memory(here.dl, device.dl):
+    if same_memory(here.dl, device.dl) or _up_copies(here):
+        # where it is; what has to cross then, interop's own copies carry faster
         return read_slow(x, r, None, False if copy is False else None, stream)
     if copy is False:
         raise ExchangeError(f"{source_name(x, r)} is on {here} and device={str(device)!r} asks for another memory: that takes a copy, "
@@ -231,7 +236,7 @@ cdef Tensor read_towards(x, TypeRecord r, Device device, copy, stream):
     check_guards(r, <PyObject*>x, -1)
     # Counted before it is made, so that a guard can forbid it; the size is not known yet without asking the object
     _note_copy(source_name(x, r), str(device), size_in_bytes(x), f"from {here} to {device}", "keep it where it is")
-    t = read_dlpack(x, r, device, copy, stream)
+    t = read_dlpack(x, r, device, copy, stream, None)
     t.flags |= DL_IS_COPIED
     return t
 
@@ -273,7 +278,8 @@ cdef int obstacle(Target g, DLTensor* t, uint64_t flags, bint promised) except -
     """The first reason why memory like `t` cannot be handed to `g` as it is. `promised`: the caller will only read."""
     cdef int i
     cdef int64_t seen
-    if g.devices and not g.devices >> t.device.device_type & 1:
+    if g.devices and not g.devices >> t.device.device_type & 1 and not (
+            t.device.device_type == kDLCUDAManaged and g.devices & (1 << kDLCUDA | 1 << kDLCPU)):
         return IS_ELSEWHERE
     if g.own_device is not None and device_of(t.device).name != g.own_device:
         return IS_ELSEWHERE          # devices of other names may share the type (kDLExtDev), and their handles mean nothing there
@@ -327,6 +333,8 @@ cdef tuple explain(int what, Target g, DLTensor* t):
         wanted = max(g.alignment, component_bytes(t.dtype))
         return (f"address {<uintptr_t>t.data + t.byte_offset:#x} is not a multiple of {wanted} bytes, which {g.name} needs to share it",
                 "copy=None copies; allocate it aligned to avoid that")
+    if host_accessible(t.device.device_type):
+        return (f"memory on {device_of(t.device)}: {g.name} cannot use it", "device= says where it shall be copied")
     return (f"memory on {device_of(t.device)}: {g.name} cannot use it",
             "device='cpu' copies it to the host" if addressable(t.device.device_type) else "map it")
 
@@ -384,9 +392,19 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
             s.flags = overlap_flag(s.dl.ndim, s.dl.shape, s.dl.strides)
             s.owner = <PyObject*>x
             s.stream = table_stream(r.table, s.dl.device)
+    elif r.source == SRC_ATTRIBUTES and not r.n_guards:
+        s.flags = 0
+        s.stream = borrow_attributes(x, r, &s.dl, s.dims, &s.flags, INLINE_DIMS) if len(getattr(x, r.shape_name)) <= INLINE_DIMS else \
+            STREAM_UNKNOWN
+        if s.stream == STREAM_UNKNOWN:
+            t = read_attributes(x, r)
+        else:
+            check_tensor(&s.dl)
+            s.flags |= overlap_flag(s.dl.ndim, s.dl.shape, s.dl.strides)
+            s.owner = <PyObject*>x
     else:
         # a stream is the consumer's: the producer is asked for it only where __dlpack__ is called
-        t = read_slow(x, r, None, False if copy is False else None, stream)
+        t = read_slow(x, r, None, False if copy is False else None, stream, g)
         if copy is True and arrived_fresh(t, r):
             copy = None
     if t is not None:
@@ -410,7 +428,14 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
     """From a borrowed source to the target's object; `t` keeps what is borrowed where the object itself does not."""
     cdef int what
     cdef bint promised = readonly is True
-    may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, stream)
+    if s.flags & OPAQUE and (g.kind != TO_TENSOR or copy is True):
+        refuse_layout(s.flags, f"a {g.name} object" if g.kind != TO_TENSOR else "a copy of itself")
+    s.wanted = STREAM_UNKNOWN
+    if has_streams(s.dl.device.device_type) and (g.kind == TO_TABLE or g.current_stream is not None):
+        s.wanted = wanted_stream(g, s.dl.device, stream)     # from the stream that is pending straight to the one that it is used on
+        may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, s.wanted)
+    else:
+        may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, stream)
     if stream is not None and host_accessible(s.dl.device.device_type):
         check_host_stream(stream, s.dl.device)
     if readonly is False and not g.writable:
@@ -420,6 +445,11 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
         what = IS_READONLY
     if what != CLEAR or copy is True:
         reason, remedy = explain(what, g, &s.dl) if what != CLEAR else ("copy=True was asked for", None)
+        if what == IS_ELSEWHERE and copy is not True and g.imports_pages and host_accessible(s.dl.device.device_type):
+            # the same bytes, seen by a device: no framework's name moves memory
+            t = _up_import(tensor_of_source(s, t), g.adapter.home() if g.place is None else g.place)
+            use(s, t)
+            return finish(s, t, x, r, g, copy, readonly, stream)
         if what == IS_ELSEWHERE or copy is False:
             raise ExchangeError(reason, remedy)
         t = packed(&s.dl, s.flags, source_name(x, r), g.name, reason, remedy, max(g.alignment, <int64_t>HOST_ALIGNMENT))
@@ -437,10 +467,14 @@ cdef int check_host_stream(stream, DLDevice d) except -1:
 
 
 cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
-    if s.dl.device.device_type == kDLCUDAHost or s.dl.device.device_type == kDLROCMHost:
-        if g.kind == TO_TABLE or g.kind == TO_ADAPTER:
+    if g.kind == TO_TABLE or g.kind == TO_ADAPTER:
+        if s.dl.device.device_type == kDLCUDAHost or s.dl.device.device_type == kDLROCMHost:
             # pinned memory is host memory, which frameworks of the host know by that name alone (field report B54)
-            t = as_cpu(tensor_of_source(s, t))
+            t = labelled(tensor_of_source(s, t), _CPU.dl)
+            use(s, t)
+        elif s.dl.device.device_type == kDLCUDAManaged and g.devices and not g.devices >> <int>kDLCUDAManaged & 1:
+            # memory of a GPU for whoever knows GPUs, and of the host for whoever knows only that
+            t = labelled_managed(s, t, g)
             use(s, t)
     if t is not None and t.alloc != NULL and g.kind != TO_TENSOR:
         t = counted(t)
@@ -451,13 +485,20 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
             finish_for_host(&s.dl, s.stream)
         return array_of(&s.dl, s.flags, s.owner)
     if g.kind == TO_TABLE:
-        return through_table(s, g, stream)
+        return through_table(s, g)
     t = tensor_of_source(s, t)
     if g.kind == TO_TENSOR:
         if stream is not None:
             settle_stream(t, stream)
         return t
-    if stream is not None and has_streams(t.dl.device.device_type):
+    if s.wanted != STREAM_UNKNOWN and has_streams(t.dl.device.device_type):
+        order_streams(&t.dl, t.stream, s.wanted)
+        if outlasts(t.dl.device, t.stream, s.wanted):
+            t = used_on(t, s.wanted)
+        elif s.wanted >= 0 and s.wanted != t.stream:
+            t = relabelled(t, t.flags & DL_READ_ONLY)
+            t.stream = s.wanted
+    elif stream is not None and has_streams(t.dl.device.device_type):
         t = relabelled(t, t.flags & DL_READ_ONLY)        # what is pending is then said of this view, not of the caller's
         settle_stream(t, stream)
     if g.kind == TO_ADAPTER:
@@ -475,11 +516,23 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
     return g.call(t)
 
 
-cdef Tensor as_cpu(Tensor base):
+cdef Tensor labelled(Tensor base, DLDevice device):
+    """The same view under another of the names of its memory."""
     cdef Tensor t = like_view(base)
     take_dims(t, base.dl.ndim, base.dl.shape, base.dl.strides)
-    t.dl.device = _CPU.dl
+    t.dl.device = device
     return t
+
+
+cdef Tensor labelled_managed(Source* s, Tensor t, Target g):
+    cdef DLDevice d = s.dl.device
+    t = tensor_of_source(s, t)
+    if g.devices >> <int>kDLCUDA & 1:
+        d.device_type = kDLCUDA
+        return labelled(t, d)
+    if t.stream != STREAM_NONE:
+        finish_for_host(&t.dl, t.stream)
+    return labelled(t, _CPU.dl)
 
 
 cdef Tensor tensor_of_source(Source* s, Tensor t):
@@ -494,17 +547,17 @@ cdef Tensor tensor_of_source(Source* s, Tensor t):
     return t
 
 
-cdef object through_table(Source* s, Target g, stream):
+cdef object through_table(Source* s, Target g):
     """The target's own exchange table makes the object. Whether it ran the deleter when it failed, the block's guard tells."""
     cdef void* out = NULL
     cdef Block* b
     cdef int rc
-    cdef int64_t wanted
+    cdef object owner = <object>s.owner
     if has_streams(s.dl.device.device_type):
-        number = stream_number(stream, s.dl.device.device_type)
-        wanted = table_stream(g.table, s.dl.device) if number is None else number
-        order_streams(&s.dl, s.stream, wanted)
-    b = export_block(&s.dl, s.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), s.owner)
+        order_streams(&s.dl, s.stream, s.wanted)
+        if outlasts(s.dl.device, s.stream, s.wanted):
+            owner = stream_use(owner, s.dl.device.device_id, s.wanted)
+    b = export_block(&s.dl, s.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), <PyObject*>owner)
     b.guard = 1
     rc = g.table.managed_tensor_to_py_object_no_sync(&b.v, &out)
     if rc == 0 and out != NULL:
@@ -555,25 +608,31 @@ cdef Tensor read_crossing(x, TypeRecord r, Target g, Device wanted, copy, stream
     # Towards the host a producer crosses by itself; towards a device the target's framework may be able to.
     if wanted.dl.device_type == kDLCPU:
         return read_towards(x, r, wanted, copy, stream)
-    return read_slow(x, r, None, False if copy is False else None, stream)
+    return read_slow(x, r, None, False if copy is False else None, stream, g)
 
 
 cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, readonly, stream):
-    """To another memory, which has been asked for: aliased where it is, then moved by the target's framework."""
+    """To another memory, which has been asked for: by a copy of interop's where it can make one, else by the target's framework."""
     cdef Source s
     cdef str name = source_name(x, r)
+    cdef bint ours
     here = device_of(t.dl.device)
-    may_read(&t.dl, t.flags, t.alloc, None)
     if copy is False:
-        raise ExchangeError(f"{name} is on {here} and {wanted} was asked for: that takes a copy, which copy=False forbids",
-                            "leave copy out")
-    if g.kind == TO_TENSOR:
-        t = _up_move(t, g.native_place if g.native_place is not None else wanted, name)
+        t = imported_at(t, wanted, f"{name} is on {here} and {wanted} was asked for")
+        use(&s, t)
+        return finish(&s, t, x, r, g, copy, readonly, stream)
+    may_read(&t.dl, t.flags, t.alloc, None)
+    ours = host_accessible(wanted.dl.device_type) or _up_copies(wanted)
+    if ours and g.fresh is not None and g.devices >> wanted.dl.device_type & 1:
+        note_copy(&t.dl, t.flags, name, g.name, f"from {here} to {wanted}", "keep it where it is")
+        out = g.fresh(t, wanted)                 # in the framework's own memory, on its own stream
+        _up_copyto(out, t, stream)
+        return out
+    if g.kind == TO_TENSOR or ours:
+        t = _up_move(t, g.native_place if g.native_place is not None and g.kind == TO_TENSOR else wanted, name)
         t.flags |= DL_IS_COPIED
-        return t
-    if host_accessible(wanted.dl.device_type):
-        t = _up_move(t, wanted, name)
-        t.flags |= DL_IS_COPIED
+        if g.kind == TO_TENSOR:
+            return t
         use(&s, t)
         return finish(&s, t, x, r, g, None, readonly, stream)
     if g.adapter is None or getattr(g.adapter, "to_device", None) is None:
@@ -586,6 +645,13 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
         return g.adapter.to_device(value, wanted)
     except (RuntimeError, ValueError, AssertionError) as e:
         raise ExchangeError(f"{g.name} cannot copy from {here} to {wanted}: {first_line(e)}") from e
+
+
+cdef Tensor imported_at(Tensor t, Device wanted, str what):
+    """copy=False and another device: its driver may see the very pages, where they are the host's."""
+    if not host_accessible(t.dl.device.device_type) or not _up_copies(wanted):
+        raise ExchangeError(f"{what}: that takes a copy, which copy=False forbids", "leave copy out")
+    return _up_import(t, wanted)
 
 
 cdef bint is_there(x, TypeRecord r, Target g, Device wanted, readonly) except -1:

@@ -31,8 +31,7 @@ cdef int table_from_py(void* x, DLManagedTensorVersioned** out) except -1:
     cdef Tensor t
     out[0] = NULL
     t = <Tensor?><object>x
-    check_no_stream(t)
-    t = lend(t, None)
+    t = lend(ready_for_table(t), None)
     out[0] = &export_block(&t.dl, t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), <PyObject*>t).v
     return 0
 
@@ -49,7 +48,7 @@ cdef int table_to_py(DLManagedTensorVersioned* m, void** out) except -1:
 
 cdef int table_borrow(void* x, DLTensor* out) except -1:
     cdef Tensor t = <Tensor?><object>x
-    check_no_stream(t)
+    ready_for_table(t)
     lend(t, None)                # borrowed: valid until control returns, so nothing is counted
     out[0] = t.dl
     if addressable(t.dl.device.device_type):
@@ -70,15 +69,31 @@ cdef int table_borrow(void* x, DLTensor* out) except -1:
 
 
 cdef int table_stream_slot(int32_t kind, int32_t number, void** out) except -1:
+    # interop's own stream: the one on which what the other slots give is ready
+    cdef DLDevice d
     out[0] = NULL
     if has_streams(kind):
-        raise ExchangeError(f"interop has no current stream on device type {kind}", "take the tensor through __dlpack__(stream=...)")
+        d.device_type = kind
+        d.device_id = number
+        check_driver(d)
+        out[0] = <void*><intptr_t>own_stream(d)
     return 0
 
 
-cdef int check_no_stream(Tensor t) except -1:
-    if has_streams(t.dl.device.device_type):
-        raise ExchangeError(f"memory on {device_of(t.dl.device)} is ordered by streams, which the exchange table cannot say here",
+cdef Tensor ready_for_table(Tensor t):
+    """Ready on interop's own stream, and kept until that stream is done with it."""
+    cdef int64_t own
+    if not has_streams(t.dl.device.device_type):
+        return t
+    check_driver(t.dl.device)
+    own = own_stream(t.dl.device)
+    order_streams(&t.dl, t.stream, own)
+    return used_on(t, own) if outlasts(t.dl.device, t.stream, own) else t
+
+
+cdef int check_driver(DLDevice d) except -1:
+    if _cuda_own_stream is None or d.device_type == kDLROCM:
+        raise ExchangeError(f"memory on {device_of(d)} is ordered by streams, and interop has no driver here to make one of its own",
                             "take the tensor through __dlpack__(stream=...)")
     return 0
 

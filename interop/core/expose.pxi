@@ -6,18 +6,24 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     cdef int minor = 0
     cdef uint64_t flags
     cdef Tensor source = t
+    cdef int64_t wanted
     cdef Block* b
     cdef LegacyBlock* m
     cdef PyObject* p
     if max_version is not None:
         versioned, minor = wanted_version(max_version)
-    if dl_device is not None:
-        check_wanted_device(t, dl_device)
+    if dl_device is not None and check_wanted_device(t, dl_device) and d.device_type != kDLCPU:
+        t = for_host(t, stream)      # pinned or managed memory, under the name that was asked for
+        stream = None
+        d = t.dl.device
     if copy is not None and copy is not True and copy is not False:
         raise TypeError(f"copy {copy!r}: must be True, False or None (array API)")
+    wanted = STREAM_NONE
     if stream is not None or has_streams(d.device_type):
-        order_export(t, stream)
-    source = lend(t, stream)     # -1 waits for nothing, and is refused all the same while somebody writes
+        wanted = order_export(t, stream)
+    source = lend(t, wanted if has_streams(d.device_type) else stream)     # -1 waits for nothing, and is refused all the same while
+    if outlasts(d, t.stream, wanted):                                      # somebody writes
+        source = used_on(source, wanted)
     flags = t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED)
     if copy is True:
         source = packed(&t.dl, t.flags, "interop", "capsule", "copy=True was asked for", None)
@@ -81,37 +87,41 @@ cdef inline long small_int(PyObject* n) except? -1:
     return value if not overflow else (2**31 if overflow > 0 else -2)
 
 
-cdef int check_wanted_device(Tensor t, dl_device) except -1:
+cdef bint check_wanted_device(Tensor t, dl_device) except -1:
+    """Whether the host was asked for; refused where the memory is not on what was asked for."""
     cdef Device wanted = get_device(dl_device if isinstance(dl_device, (tuple, Device)) else tuple(dl_device))
     cdef DLDevice d = t.dl.device
     if wanted.dl.device_type == d.device_type and wanted.dl.device_id == d.device_id:
-        return 0
+        return False
     if wanted.dl.device_type == kDLCPU and host_accessible(d.device_type):
-        return 0                 # the host reads it where it is; the consumer accepts these types (field report B10)
+        return True
     raise ExchangeError(f"this tensor is on {device_of(d)} and dl_device asks for {wanted}",
                         f"interop.to(t, {str(wanted)!r}) copies where an adapter can")
 
 
-cdef int order_export(Tensor t, stream) except -1:
-    """Make the memory ready on the consumer's stream (array API: it is a stream of the producer's device)."""
+cdef Tensor for_host(Tensor t, stream):
+    """Memory that the host reads too, as the CPU's. A stream is the consumer's, who orders by it; None: finished when this returns."""
+    number = stream_number(stream, t.dl.device.device_type)
+    if t.stream != STREAM_NONE and number is None:
+        finish_for_host(&t.dl, t.stream)
+    elif number is not None and has_streams(t.dl.device.device_type):
+        order_streams(&t.dl, t.stream, number)
+    elif number is not None and number != -1:
+        raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "pass None or -1")
+    t = labelled(t, _CPU.dl)
+    t.stream = STREAM_NONE
+    return t
+
+
+cdef int64_t order_export(Tensor t, stream) except? -2:
+    """Make the memory ready on the consumer's stream (array API: it is a stream of the producer's device); the stream, or -1."""
     cdef int32_t kind = t.dl.device.device_type
-    cdef int64_t pending = t.stream
     number = stream_number(stream, kind)
     if not has_streams(kind):
         if number is None or number == -1:
-            return 0
+            return STREAM_NONE
         raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "pass None or -1")
     if number is None:
-        number = 0 if kind == kDLROCM else 1
-    return order_streams(&t.dl, pending, number)
-
-
-cdef int order_streams(DLTensor* t, int64_t pending, int64_t wanted) except -1:
-    if wanted == -1 or pending == STREAM_NONE or pending == wanted:
-        return 0                 # equal streams cost nothing
-    if _cuda_ops is None or t.device.device_type == kDLROCM:
-        raise ExchangeError(f"work on stream {pending:#x} of {device_of(t.device)} must be finished before stream {wanted:#x} reads, "
-                            "and interop has no driver here to order them",
-                            "use the same stream on both sides, or synchronise and pass stream=-1")
-    _cuda_ops.order(t.device.device_id, pending, wanted)
-    return 0
+        number = default_stream(kind)
+    order_streams(&t.dl, t.stream, number)
+    return number

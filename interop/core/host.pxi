@@ -121,17 +121,6 @@ cdef object cuda_array_interface(Tensor t):
     return interface
 
 
-cdef int finish_for_host(DLTensor* d, int64_t stream) except -1:
-    """Managed memory is read by the host once the stream that wrote it has finished."""
-    if not host_accessible(d.device.device_type):
-        return 0
-    if _cuda_ops is None:
-        raise ExchangeError(f"work on stream {stream:#x} of {device_of(d.device)} must be finished before the host reads, "
-                            "and interop has no driver here to wait for it", "synchronise, and take it with stream=-1")
-    _cuda_ops.synchronize(d.device.device_id, stream)
-    return 0
-
-
 cdef int check_packable(DLTensor* t, uint64_t flags) except -1:
     if not host_accessible(t.device.device_type):
         raise ExchangeError(f"interop copies memory on {device_of(t.device)} only to another place",

@@ -144,12 +144,17 @@ _up_map = None                   # leases.map_tensor(tensor, access, copy)
 _up_move = None                  # transfer.move(tensor, place): a Tensor there, copied
 _up_native = None                # native.capsule_of(tensor, max_version)
 _up_export = None                # memory.export(allocation, kind)
+_up_exports = None               # memory.exports_of(allocation): kinds that somebody else's memory can be exported as
+_up_import = None                # memory.import_pages(tensor, device): host memory as the memory of a device, the same bytes
+_up_copies = None                # registry.copies(device): whether an adapter copies memory of that device
+_up_copyto = None                # transfer.copyto(dst, src, stream)
 
 
-def set_upward(conflict, ready, map, move, native, export):
+def set_upward(*, conflict, ready, map, move, native, export, exports, pages, copies, copyto):
     """The functions that the layer above fills in, once."""
-    global _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export
+    global _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export, _up_exports, _up_import, _up_copies, _up_copyto
     _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export = conflict, ready, map, move, native, export
+    _up_exports, _up_import, _up_copies, _up_copyto = exports, pages, copies, copyto
 
 
 cdef extern from *:
@@ -207,6 +212,10 @@ cdef void byte_range(DLTensor* d, uint64_t flags, int64_t* lo, int64_t* hi) noex
     """Bytes that a view touches, relative to its `data`."""
     cdef int64_t low = 0, high = 1, width = <int64_t>d.dtype.bits * d.dtype.lanes
     cdef int i
+    if flags & OPAQUE:
+        lo[0] = d.byte_offset
+        hi[0] = d.byte_offset + d.strides[0]
+        return
     if is_empty(d.ndim, d.shape):
         lo[0] = hi[0] = d.byte_offset
         return

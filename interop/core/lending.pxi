@@ -38,6 +38,7 @@ cdef copy_view(Tensor out, Tensor t):
 
 cdef inline Tensor lend(Tensor t, stream):
     """Before a tensor leaves: nobody may be writing, what is pending is ordered, and the export is counted where there is a close()."""
+    refuse_layout(t.flags, "an export")
     may_read(&t.dl, t.flags, t.alloc, stream)
     return counted(t) if t.alloc != NULL else t
 
@@ -74,6 +75,8 @@ cdef object allocation_of(Tensor t):
     if addressable(root.dl.device.device_type):
         a = Allocation(<uint64_t>(<int64_t><uintptr_t>root.dl.data + lo), hi - lo, device_of(root.dl.device), owner=root,
                        readonly=bool(root.flags & DL_READ_ONLY))
+        if not host_accessible(root.dl.device.device_type):
+            a.kinds = None
     else:
         # the size behind a foreign handle is not known: as far as this view reaches
         known = known_allocation(&root.dl)
@@ -85,6 +88,30 @@ cdef object allocation_of(Tensor t):
     a.foreign = True
     _foreign[root] = _weak(a)
     return a
+
+
+# ---- layouts with a name ----
+def opaque_tensor(Allocation a not None, shape, dtype, str layout not None, int64_t byte_offset=0, nbytes=None, bint readonly=False):
+    """A Tensor whose elements lie as `layout` means it, in `nbytes` of `a` from `byte_offset` on; for adapters of images and tiles."""
+    cdef Tensor t
+    cdef int number
+    extents = tuple([_index(s) for s in shape])
+    if not extents or layout == "strided":
+        raise ValueError(f"layout {layout!r} with shape {extents}: a name of its own, and at least one extent")
+    size = a.nbytes - byte_offset if nbytes is None else nbytes
+    if byte_offset < 0 or size < 0 or byte_offset + size > a.nbytes:
+        raise ValueError(f"{size} bytes at {byte_offset} do not lie in an allocation of {a.nbytes}")
+    t = allocation_view(a, (0,) + extents[1:], get_device(a.device), get_dtype(dtype), None, None, 0, True if readonly else None)
+    if layout not in _layouts:
+        if len(_layouts) == 64:
+            raise ValueError(f"layout {layout!r}: there are 64 names already")
+        _layouts.append(layout)
+    number = _layouts.index(layout)
+    t.dl.shape[0] = extents[0]
+    t.dl.byte_offset = byte_offset
+    t.dl.strides[0] = size
+    t.flags |= OPAQUE | <uint64_t>number << 41
+    return t
 
 
 # ---- what the layer above asks of a tensor ----
@@ -155,6 +182,7 @@ def offset_in(Tensor t not None):
 
 def raw_view(Tensor t not None):
     """A host tensor as a NumPy array of its bytes, element by element; packed types as the run of bytes that they share."""
+    refuse_layout(t.flags, "its bytes, element by element,")
     if not host_accessible(t.dl.device.device_type):
         refuse_host(t.dl.device)
     if t.alloc != NULL:

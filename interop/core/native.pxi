@@ -80,11 +80,6 @@ def is_addressable(Device device not None):
     return addressable(device.dl.device_type)
 
 
-def pending_stream(Tensor t not None):
-    """The stream that a tensor's memory is ordered by, as the array API numbers streams; -1: none."""
-    return t.stream
-
-
 def native_capsule(Tensor t not None, dict fields not None, point=None):
     """A capsule ``interop_native_v1`` with `fields` (of the mapping twin), holding `t`; `wait` waits for `point`."""
     cdef NativeBlock* b = <NativeBlock*>malloc(sizeof(NativeBlock))

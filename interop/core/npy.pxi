@@ -41,6 +41,12 @@ cdef DLDataType np_extension(NpyDescr* descr, uint64_t* flags) except *:
     return d
 
 
+cdef inline DLDataType dtype_of_descr(NpyDescr* descr, uint64_t* flags) except *:
+    if <unsigned int>descr.type_num < 32 and NP_DTYPE[descr.type_num].bits and PyArray_ISNBO(descr.byteorder):
+        return NP_DTYPE[descr.type_num]
+    return np_extension(descr, flags)
+
+
 cdef inline int read_array(PyObject* a, DLTensor* t, int64_t* dims, uint64_t* flags) except -1:
     """The metadata of an ndarray; `dims` has room for 2 * ndim numbers. NumPy vouches for shape and strides."""
     cdef NpyDescr* descr = PyArray_DESCR(<NpyArray*>a)

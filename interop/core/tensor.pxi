@@ -8,6 +8,27 @@ cdef enum:                       # what `Tensor.managed` points to
     OWNS_VERSIONED = 1
     OWNS_LEGACY = 2
 
+cdef extern from *:
+    """
+    #define INTEROP_OPAQUE ((uint64_t)1 << 40)
+    """
+    # In Tensor.flags, beside DLPack's: a layout that shape and strides do not describe. strides[0] then holds the bytes that it lies in,
+    # and six bits of flags further up the number of its name.
+    uint64_t OPAQUE "INTEROP_OPAQUE"
+
+cdef list _layouts = []          # names of layouts, by number
+
+
+cdef str layout_name(uint64_t flags):
+    return _layouts[<int>(flags >> 41) & 63] if flags & OPAQUE else "strided"
+
+
+cdef int refuse_layout(uint64_t flags, str what) except -1:
+    if flags & OPAQUE:
+        raise ExchangeError(f"a tensor of layout {layout_name(flags)!r} has no strides: {what} cannot be had of it",
+                            "interop.copyto(interop.empty(...), t) copies it into strided memory where its adapter can")
+    return 0
+
 cdef enum:
     # Tensor.stream, beside the numbers that the array API gives a stream on this device
     STREAM_NONE = -1             # nothing is pending, or nobody said
@@ -44,7 +65,9 @@ cdef class Tensor:
 
     @property
     def strides(self):
-        """Distance between neighbours along each dimension, in elements (as DLPack has it; NumPy counts bytes)."""
+        """Distance between neighbours along each dimension, in elements (as DLPack has it; NumPy counts bytes). None: see `layout`."""
+        if self.flags & OPAQUE:
+            return None
         return tuple_of(self.dl.ndim, self.dl.strides)
 
     @property
@@ -100,8 +123,11 @@ cdef class Tensor:
 
     @property
     def layout(self):
-        """``"strided"``: shape and strides describe it."""
-        return "strided"
+        """``"strided"``: shape and strides describe it. Another name (``"vk-image"``): only its API knows where an element lies.
+
+        Then strides is None, and every view, export, buffer and map is refused; `copyto` copies where an adapter can.
+        """
+        return layout_name(self.flags)
 
     @property
     def ptr(self):
@@ -121,6 +147,8 @@ cdef class Tensor:
         """Whether the elements lie without gaps, row-major ("C") or column-major ("F"). Empty tensors are both."""
         if order not in ("C", "F"):
             raise ValueError(f"order {order!r}: must be 'C' or 'F'")
+        if self.flags & OPAQUE:
+            return False
         return is_compact(self.dl.ndim, self.dl.shape, self.dl.strides, order == "F")
 
     @property
@@ -148,23 +176,28 @@ cdef class Tensor:
         raise TypeError("a Tensor has no truth value: it describes memory; interop.to(t, 'numpy') computes")
 
     def __getitem__(self, key):
+        refuse_layout(self.flags, "an element or slice")
         return index_view(self, key)
 
     def __iter__(self):
         if self.dl.ndim == 0:
             raise TypeError("iteration over a 0-dimensional tensor")
+        refuse_layout(self.flags, "an element or slice")
         return (index_view(self, i) for i in range(self.dl.shape[0]))
 
     def reshape(self, *shape):
         """A view of another shape, one extent may be -1. ExchangeError where only a copy could have it."""
+        refuse_layout(self.flags, "another shape")
         return reshape_view(self, shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape)
 
     def permute(self, *axes):
         """A view with the dimensions in another order."""
+        refuse_layout(self.flags, "another order of dimensions")
         return permute_view(self, axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes)
 
     def view(self, dtype, /):
         """The same bytes as another dtype; the last dimension grows or shrinks where the sizes differ (as NumPy does)."""
+        refuse_layout(self.flags, "another dtype")
         return dtype_view(self, get_dtype(dtype))
 
     # ---- the exchange protocols ----
@@ -207,7 +240,9 @@ cdef class Tensor:
     # ---- being an object ----
     def __repr__(self):
         parts = [str(self.shape), str(self.dtype), str(self.device)]
-        if not is_compact(self.dl.ndim, self.dl.shape, self.dl.strides, False):
+        if self.flags & OPAQUE:
+            parts.append(f"layout={self.layout!r}")
+        elif not is_compact(self.dl.ndim, self.dl.shape, self.dl.strides, False):
             parts.append(f"strides={self.strides}")
         if self.readonly:
             parts.append("readonly")
@@ -435,6 +470,9 @@ cdef owner_name(Tensor t):
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
+cdef class _StreamUse            # in streams.pxi
+
+
 cdef owner_of(Tensor t):
     if t.alloc != NULL:
         return (<Allocation>t.alloc).owner
@@ -446,6 +484,8 @@ cdef owner_of(Tensor t):
         owner = <object>t.held
     else:
         return None
+    if isinstance(owner, _StreamUse):
+        owner = (<_StreamUse>owner).memory
     return owner_of(<Tensor>owner) if isinstance(owner, Tensor) else owner
 
 

@@ -12,6 +12,7 @@ cdef enum:                       # TypeRecord.source: how objects of the type ar
     SRC_DLPACK = 7
     SRC_CAPSULE = 8
     SRC_ADAPTER = 9              # adapter.to_tensor(x)
+    SRC_ATTRIBUTES = 10          # pointer, shape, strides and dtype as attributes
 
 cdef enum:                       # keywords of __dlpack__ that a type turned out not to know
     KW_MAX_VERSION = 1
@@ -35,6 +36,20 @@ cdef struct GuardSlot:
     bint complex_only
 
 
+ctypedef intptr_t (*stream_function)() noexcept
+
+
+cdef stream_function function_of(adapter) except? NULL:
+    """The C function in `adapter.stream_capsule()`: the current stream of the current device, without a frame of Python."""
+    give = getattr(adapter, "stream_capsule", None)
+    capsule = None if give is None else give()
+    if capsule is None:
+        return NULL
+    if not PyCapsule_IsValid(capsule, b"intptr_t (void)"):
+        raise TypeError(f"adapter {adapter.name}: stream_capsule gave {capsule!r}, not a capsule named 'intptr_t (void)'")
+    return <stream_function>PyCapsule_GetPointer(capsule, b"intptr_t (void)")
+
+
 cdef class Target:
     """Where a conversion ends: a framework (or one class), and optionally a device."""
     cdef readonly str name
@@ -44,6 +59,10 @@ cdef class Target:
     cdef object call
     cdef object cls              # the class whose from_dlpack `call` is
     cdef object make             # adapter.from_tensor, bound once
+    cdef object current_stream   # adapter.current_stream, bound once, or None
+    cdef stream_function stream_now      # adapter.stream_capsule, or NULL
+    cdef object fresh            # adapter.fresh, bound once, or None
+    cdef bint imports_pages      # it takes CUDA memory and none of the host's: pages of the host are shown to the GPU
     cdef Device place            # a place target: crossing to it has been asked for
     cdef object native_place     # the framework's own object for it
     # what it can hold (contract.Limits)
@@ -62,6 +81,9 @@ cdef class Target:
         self.call = call
         self.cls = getattr(call, "__self__", None) if kind == TO_CALL and isinstance(getattr(call, "__self__", None), type) else None
         self.make = None if adapter is None else adapter.from_tensor
+        self.current_stream = getattr(adapter, "current_stream", None)
+        self.stream_now = function_of(adapter)
+        self.fresh = getattr(adapter, "fresh", None)
         self.place = place
         self.native_place = native_place
         self.holds_readonly = self.writable = self.negative = self.strided = True
@@ -76,6 +98,7 @@ cdef class Target:
             self.alignment = limits.alignment
             for d in limits.devices or ():
                 self.devices |= <uint32_t>1 << <int>d
+        self.imports_pages = self.devices >> kDLCUDA & 1 and not self.devices >> kDLCPU & 1 and hasattr(adapter, "home")
         if kind == TO_ADAPTER and adapter.device and self.devices >> kDLExtDev & 1:
             self.own_device = adapter.device
 
@@ -93,6 +116,14 @@ cdef class TypeRecord:
     cdef GuardSlot guards[MAX_GUARDS]
     cdef tuple guard_objects
     cdef bint fallback_guards    # all of them are for the fallback of the buffer protocol
+    cdef object to_capsule       # adapter.to_capsule, bound once, or None
+    cdef Device last_device      # where the last object was that the buffer protocol refused: the next is looked for there first
+    cdef tuple pointer           # SRC_ATTRIBUTES: the path to the address, and the names of the rest
+    cdef str shape_name
+    cdef str strides_name
+    cdef str dtype_name
+    cdef object current_stream   # adapter.current_stream, bound once, or None
+    cdef stream_function stream_now      # adapter.stream_capsule, or NULL
 
 
 # ---- the cache ----
@@ -227,8 +258,17 @@ cdef TypeRecord describe_type(cls):
         r.immutable = not adapter.accepts.writable
         r.guard_objects = tuple(adapter.guards)
         bind_guards(r, cls)
+        r.to_capsule = getattr(adapter, "to_capsule", None)
+        r.current_stream = getattr(adapter, "current_stream", None)
+        r.stream_now = function_of(adapter)
         if adapter.reads == "adapter":
             r.source = SRC_ADAPTER
+            return r
+        if adapter.reads == "attributes" and own:
+            a = adapter.attributes
+            r.source = SRC_ATTRIBUTES
+            r.pointer = tuple([_intern(n) for n in a.pointer.split(".")])
+            r.shape_name, r.strides_name, r.dtype_name = _intern(a.shape), _intern(a.strides), _intern(a.dtype)
             return r
         if adapter.reads == "buffer" and PyType_HasBuffer(cls):
             r.source = SRC_BUFFER
@@ -249,6 +289,9 @@ cdef TypeRecord describe_type(cls):
     elif PyType_HasBuffer(cls):
         r.source = SRC_BUFFER
     return r
+
+
+from sys import intern as _intern
 
 
 cdef extern from *:
