@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from interop import Device, Tensor
 
 _CUDA, _CUDA_MANAGED = 2, 13
+_PER_THREAD = 2
 
 
 class CupyAdapter(Adapter):
@@ -35,11 +36,16 @@ class CupyAdapter(Adapter):
         self._dtypes: dict[str, Any] = {}       # NumPy's, by our names, as they are met
 
     def _load(self) -> Any:
-        import cupy
-
-        self._cupy = cupy
-        self._devices = cupy.cuda.runtime.getDeviceCount()
+        try:
+            import cupy
+        except ModuleNotFoundError:
+            raise ImportError(f"cupy is not installed: pip install {self.requires}", name="cupy") from None
+        try:
+            self._devices = cupy.cuda.runtime.getDeviceCount()
+        except RuntimeError as e:       # CUDARuntimeError
+            raise self.refuse(f"CuPy finds no GPU: {e}", "python -m interop doctor") from None
         self._stream = cupy.cuda.get_current_stream
+        self._cupy = cupy               # last: other threads look at it
         return cupy
 
     def from_tensor(self, t: Tensor, *, place: Any = None, stream: Any = None) -> Any:
@@ -65,14 +71,15 @@ class CupyAdapter(Adapter):
             raise self.refuse(f"NumPy's dtypes, which CuPy uses, have no {t.dtype}",
                               "interop.as_tensor(x).view('uint8') shows the bytes") from None
 
-    def current_stream(self, device: Device) -> int:
-        """CuPy's current stream on a GPU; a null stream is the legacy default one."""
-        if self._cupy is None:
-            self._load()
-        if self._devices > 1 and self._cupy.cuda.runtime.getDevice() != device.id:
-            with self._cupy.cuda.Device(device.id):
-                return self._stream().ptr or 1
-        return self._stream().ptr or 1
+    def current_stream(self, device: Device) -> Any:
+        """CuPy's current stream on a GPU: 1 for a null stream, else the object, without which CuPy destroys the stream."""
+        cupy = self._cupy or self._load()
+        if self._devices > 1 and cupy.cuda.runtime.getDevice() != device.id:
+            with cupy.cuda.Device(device.id):
+                stream = self._stream()
+        else:
+            stream = self._stream()
+        return _Stream(stream) if stream.ptr > _PER_THREAD else stream.ptr or 1
 
     def stream_capsule(self) -> Any:
         """CuPy's own C function for it, which its .pxd offers to Cython; None with several GPUs, or a CuPy that has none such."""
@@ -113,6 +120,15 @@ def allocator(segment: int = 32 << 20) -> Any:
     from .cuda import cupy_allocator
 
     return cupy_allocator.allocator(segment)
+
+
+class _Stream:
+    """CuPy's stream object with its number; older CuPy has no ``__cuda_stream__``."""
+
+    __slots__ = ("__cuda_stream__", "stream")
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.__cuda_stream__ = stream, (0, stream.ptr)
 
 
 ADAPTER = CupyAdapter()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ._core import pending_stream, ready_on, stream_idle, stream_of
+from ._core import opaque_tensor, pending_stream, ready_on, stream_idle, stream_of
 from .errors import DeviceLostError, ExchangeError
 from .points import Point, keep_until, point
 from .registry import party_limits, register
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from . import Device, Tensor
 
 __all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include",
-           "keep_until", "party_limits", "pending_stream", "point", "ready_on", "register", "set_cuda_driver", "stream_idle", "stream_of"]
+           "keep_until", "opaque_tensor", "party_limits", "pending_stream", "point", "ready_on", "register", "set_cuda_driver",
+           "stream_idle", "stream_of"]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
-                "native_fields", "fresh", "current_stream", "stream_capsule", "to_capsule", "home", "exports_of")
+                "native_fields", "fresh", "current_stream", "stream_capsule", "to_capsule", "home", "exports_of",
+                "host_view")
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,7 @@ class Adapter:
     #   stream_capsule() -> capsule | None                   the same in C, named ``intptr_t (void)``, where there is one device
     #   to_capsule(x, stream) -> capsule                     a quicker ``x.__dlpack__(stream=stream)``; beside reads="buffer"
     #   home() -> Device                                     where host pages are shown to a framework that takes no memory of the host
+    #   host_view(allocation) -> address | None              where the host may touch the memory at any time, without a lease
     #   exports_of(allocation) -> kinds                      what memory of others, on this adapter's devices, can be exported as
     #   native_fields(allocation) -> dict                    what the side channel says of it: some of `interop.native.ADAPTER_FIELDS`
 

@@ -126,10 +126,7 @@ class Lease:
         try:
             try:
                 if ask and self._adapter is not None and self._adapter.can("record"):
-                    stream = self._stream() if callable(self._stream) else self._stream
-                    end = points.as_point(self._adapter.record(self._place, stream))
-                    if self._back is not None and self._back != stream and not end.done():
-                        self._adapter.wait(self._place, self._back, end)
+                    end = self._end_of_work()
             finally:
                 if finish is not None and not end.done():
                     end = points.After(end, finish)        # the writer is still at work: write back when it has finished
@@ -146,6 +143,16 @@ class Lease:
                     points.rewritten(self.tensor)
             finally:
                 _core.ledger_remove(self._entry)
+        return end
+
+    def _end_of_work(self) -> Point:
+        """When what the target's streams were given is done: the one that was current when the lease began, and the one that is now."""
+        if not callable(self._stream):
+            return points.as_point(self._adapter.record(self._place, self._stream))
+        streams = [s for s in dict.fromkeys(self._stream()) if s != -1]      # -1: the caller orders
+        end = points.all_of([points.as_point(self._adapter.record(self._place, s)) for s in streams])
+        if self._back is not None and streams != [self._back] and not end.done():
+            self._adapter.wait(self._place, self._back, end)       # the framework whose memory it is goes on after the lease
         return end
 
     def __enter__(self) -> Any:
@@ -359,7 +366,7 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
     if place is not None and place.name != "cpu":
         raise ExchangeError(f"memory on {t.device} is not that of {place}, and no adapter here reaches it",
                             "a framework that uses the device can: interop.to(x, 'torch', device=...)")
-    if place is None and copy is not True and _on_its_stream(lease, t, target, stream):
+    if place is None and copy is not True and _on_its_stream(lease, t, target, copy, stream):
         return
     if _core.is_host(t):
         _core.check_stream(stream, t)
@@ -388,7 +395,7 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage(t, lease.access, str(target), reason), give), now=False)
 
 
-def _on_its_stream(lease: Lease, t: Any, target: Any, stream: Any) -> bool:
+def _on_its_stream(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) -> bool:
     """A framework that uses the device's memory itself: its stream waits at both ends, the host does not. False: it is none.
 
     Of a framework whose stream nobody knows (jax) the host waits before, and whoever releases has to know that it is done.
@@ -405,17 +412,26 @@ def _on_its_stream(lease: Lease, t: Any, target: Any, stream: Any) -> bool:
     def now() -> Any:
         return _core.target_stream(target, t.device) if stream is None else _core.stream_of(stream, t.device)
 
-    def make() -> Any:
+    def give(view: Any) -> Any:
         with _core.own_lease():
-            return _core.to(t, target, copy=False, readonly=lease.access == "read", stream=stream)
+            return _core.to(view, target, copy=False, readonly=lease.access == "read", stream=stream)
 
-    if now() is None:
-        _hand_out(lease, make)
+    here = now()
+    try:
+        value = give(t)
+    except ExchangeError as e:
+        if copy is False:
+            raise
+        reason = e.reason
+        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage_at(t, t.device, lease.access, reason), give), now=False)
         return True
-    lease._value = make()
-    if not lease.after.done() and now() != -1 and not (adapter.can("wait") and adapter.wait(t.device, now(), lease.after)):
+    if here is None:
+        _hand_out(lease, lambda: value)
+        return True
+    lease._value = value
+    if not lease.after.done() and here != -1 and not (adapter.can("wait") and adapter.wait(t.device, here, lease.after)):
         lease.after.wait(points.HOST_TIMEOUT)
-    lease._adapter, lease._place, lease._stream = adapter, t.device, now
+    lease._adapter, lease._place, lease._stream = adapter, t.device, lambda: (here, now())
     pending = _core.pending_stream(t)
     lease._back = pending if pending != -1 and adapter.can("wait") else None
     return True

@@ -338,13 +338,15 @@ def export(a: Allocation, kind: str) -> ExternalHandle:
     return ExternalHandle.duplicate("memfd", pages.fd, pages.size, offset=pages.offset + a.handle - pages.address, owner=a)
 
 
-def exports_of(a: Allocation) -> Iterable[str]:
+def exports_of(a: Allocation) -> tuple[str, ...]:
     """``Allocation.exports`` of somebody else's device memory: what its driver says. Called by the core."""
     adapter = adapter_of(a.device)
     if adapter is None or not adapter.can("exports_of"):
         return ()
-    kinds: Iterable[str] = adapter.exports_of(a)
-    return kinds
+    kinds = adapter.exports_of(a)
+    if not isinstance(kinds, (tuple, list, set, frozenset)) or not set(kinds) <= KINDS.keys():
+        raise TypeError(f"adapter {adapter.name}: exports_of returned {kinds!r}, not a tuple of kinds of ExternalHandle")
+    return tuple(kinds)
 
 
 def import_pages(t: Tensor, place: Any) -> Tensor:
@@ -352,12 +354,30 @@ def import_pages(t: Tensor, place: Any) -> Tensor:
 
     The pages stay registered with the device's driver until the tensor and what is made of it are gone.
     """
-    a = t.allocation
-    handle = ExternalHandle("host", a.handle, a.nbytes, owner=a) if t.size else None
-    if handle is None:
+    if not t.size:
         return empty(t.shape, t.dtype, device=place)
-    there = import_handle(handle, place)
+    a = t.allocation
+    there = import_handle(ExternalHandle("host", a.handle, a.nbytes, owner=a), place)
     out = there.tensor(t.shape, "uint8" if t.padded else t.dtype, strides=t.strides, byte_offset=_core.offset_in(t), readonly=t.readonly)
+    return _core.as_padded(out, t.dtype) if t.padded else out
+
+
+def host_view(t: Tensor) -> Tensor | None:
+    """Host memory over the bytes of `t`, which its API lets the host touch at any time; None where it does not. Called by the core.
+
+    As long as a view lives the memory is not closed. What was pending has been waited for.
+    """
+    a = t.allocation
+    adapter = a.adapter or adapter_of(a.device)
+    if adapter is None or not adapter.can("host_view") or not t.size or t.layout != "strided":
+        return None
+    address = adapter.host_view(a)
+    if address is None:
+        return None
+    if not isinstance(address, int) or not 0 < address < 2**57:
+        raise TypeError(f"adapter {adapter.name}: host_view returned {address!r}, not an address of the host")
+    pages = Allocation(address, a.nbytes, (1, 0), owner=a, root=a, readonly=a.readonly, lent=True, dies_at_fork=True)
+    out = pages.tensor(t.shape, "uint8" if t.padded else t.dtype, strides=t.strides, byte_offset=t.byte_offset, readonly=t.readonly)
     return _core.as_padded(out, t.dtype) if t.padded else out
 
 
@@ -546,7 +566,8 @@ def home_of(party: Any) -> Any:
     adapter, where = context_of(party)
     if adapter is None or where is not None or not adapter.can("home") or 1 in (adapter.accepts.devices or (1,)):
         return None
-    return adapter.home()
+    _core.known_target(party)       # not installed: says so
+    return expect(adapter, "home", adapter.home(), Device)
 
 
 def _show_pages(a: Allocation, party: Any) -> None:
@@ -583,7 +604,8 @@ def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:
         here, where = context_of(party)
         name = str(party)
         if adapter is not None:
-            ok = here is adapter or bool(adapter.shares & limits.imports) or (where is None and _takes(limits, adapter, device))
+            ok = here is adapter or party == "interop" or bool(adapter.shares & limits.imports) or (
+                where is None and _takes(limits, adapter, device))
         elif where is None or here is None:     # a framework, or the host itself
             home = home_of(party)
             ok = limits.devices is None or 1 in limits.devices or (home is not None and importable("host", home).supported)

@@ -112,6 +112,10 @@ class Ready(Point):
     def _poll(self) -> bool:
         return True
 
+    def native(self) -> Any:
+        """An empty list: there is nothing that a submit would have to wait for."""
+        return []
+
     def __repr__(self) -> str:
         return "Ready()"
 
@@ -362,6 +366,8 @@ def note(tensor: Any, access: str, p: Point) -> None:
     else:
         prune(_core.ledger_find(space, lo, hi, _core.READ_POINT | _core.WRITE_POINT))
         _core.ledger_add(space, lo, hi, _core.WRITE_POINT | (_core.DENSE if _is_dense(tensor, lo, hi) else 0), p)
+    if p.done() and p.error() is None and not _core.has_allocation(tensor):
+        _core.ledger_strike(p)      # it ended meanwhile, and what strikes it out then has looked already
 
 
 def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:

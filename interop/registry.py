@@ -67,7 +67,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "importable": (("kind",), {"place": None}), "map": (("allocation", "access", "first", "nbytes"), {}),
     "copy": (("dst", "src", "stream"), {}), "wait": (("place", "stream", "point"), {}), "record": (("place", "stream"), {}),
     "to_device": (("x", "device"), {}), "native_fields": (("allocation",), {}), "fresh": (("t", "device"), {}),
-    "home": ((), {}), "exports_of": (("allocation",), {}),
+    "home": ((), {}), "exports_of": (("allocation",), {}), "host_view": (("allocation",), {}),
     "current_stream": (("device",), {}), "stream_capsule": ((), {}), "to_capsule": (("x", "stream"), {}),
 }  # fmt: skip
 
@@ -127,7 +127,7 @@ def _check_adapter(adapter: Any) -> None:
     if cls.from_tensor is Adapter.from_tensor and adapter.table is None and (adapter.types or not adapter.device):
         raise TypeError(f"{cls.__qualname__} lacks from_tensor(t, *, place=None, stream=None)")
     for capability in CAPABILITIES:
-        if not callable(getattr(adapter, capability, int)):
+        if not callable(getattr(adapter, capability, None) or int):
             raise bad(capability, "a method")
     for method, arguments in _CALLS.items():
         function = getattr(adapter, method, None)

@@ -94,6 +94,7 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
         before.wait(points.HOST_TIMEOUT)
         for t in (to, source):
             _core.check_stream(stream, t)
+            _core.finish_on_host(t)
         with _core.own_lease():
             host_copy(to, source, progress)
         points.rewritten(to)
@@ -131,8 +132,9 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
         # an adapter is asked for what it knows: its own memory, and the host's
         if not adapter.can("copy") or any(a is not None and a is not adapter for a in sides):
             continue
-        context = (to if sides[0] is adapter else source).allocation.context
-        if not before.done() and not (adapter.can("wait") and adapter.wait(context, stream, before)):
+        own = to if sides[0] is adapter else source
+        place = own.allocation.context or own.device
+        if not before.done() and not (adapter.can("wait") and adapter.wait(place, stream, before)):
             before.wait(points.HOST_TIMEOUT)
         done = adapter.copy(to, source, stream)
         if done is not NotImplemented:
@@ -162,16 +164,16 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
     return READY
 
 
-def move(t: Any, place: Any, source: str) -> Any:
-    """A copy of `t` in the memory of `place` (a Device or a Context). Called by the core."""
+def move(t: Any, place: Any, source: str, target: str, reason: str, remedy: str | None, stream: Any = None) -> Any:
+    """A compact copy of `t` in the memory of `place` (a Device or a Context), which may be its own. Called by the core."""
     out = _like(t, place)                               # refuses where nobody allocates
     for side in (t, out):
         adapter = _side(side)
         if adapter is not None and not (adapter.can("copy") or adapter.can("map")):
             raise ExchangeError(f"interop has no way of its own to copy from {t.device} to {place}",
                                 "a framework that uses the device can: interop.to(x, 'torch', device=...)")
-    routing.note_copy(source, str(place), t.nbytes, f"from {t.device} to {place}", "keep it where it is")
-    _copy(out, t, None, None).wait(points.HOST_TIMEOUT)
+    routing.note_copy(source, target, t.nbytes, reason, remedy)
+    _copy(out, t, stream, None).wait(points.HOST_TIMEOUT)
     return out
 
 
@@ -319,11 +321,11 @@ def _note_staging(t: Any, access: str, target: str, reason: str) -> None:
     routing.note_copy(str(t.device), target, ways * t.nbytes, reason, "allocate it where both can reach it: interop.empty(shared_with=)")
 
 
-def stage_at(t: Any, place: Any, access: str) -> Any:
-    """A Tensor at another place for the elements of `t`."""
+def stage_at(t: Any, place: Any, access: str, reason: str | None = None) -> Any:
+    """A compact Tensor at a place, another or its own, for the elements of `t`."""
     out = _like(t, place)
     fetch = access != "write"
-    _note_staging(t, access, str(place), f"memory on {t.device} is not that of {place}")
+    _note_staging(t, access, str(place), reason or f"memory on {t.device} is not that of {place}")
     if fetch and t.size:
         _copy_unleased(out, t)
     return out

@@ -214,7 +214,7 @@ class Memory:
     def cuMemFreeAsync(self, address: Any, stream: Any) -> None:
         s = self.stream(stream, "cuMemFreeAsync")
         r = self._exact(address, "pool", "device", what="cuMemFreeAsync")
-        self.submit(s, "cuMemFreeAsync", lambda: ctypes.memset(r.base, POISON, r.size), writes=[(r.base, r.size)])
+        self.submit(s, "cuMemFreeAsync", lambda: self.closed or ctypes.memset(r.base, POISON, r.size), writes=[(r.base, r.size)])
         r.dead = "cuMemFreeAsync"
 
     def cuMemGetInfo(self) -> Any:
@@ -275,8 +275,9 @@ class Memory:
     def cuMemAddressReserve(self, size: int, alignment: int, address: Any, flags: int) -> Any:
         if size <= 0 or size % GRANULARITY or alignment % GRANULARITY:
             raise Refused("INVALID_VALUE")
-        base = self._pages(size + GRANULARITY)      # the kernel aligns to its own pages only; what lies before stays unused
-        return CUdeviceptr(self._add("reserved", size, -(-base // GRANULARITY) * GRANULARITY, -1).base)
+        step = max(alignment, GRANULARITY)
+        base = self._pages(size + step)             # the kernel aligns to its own pages only; what lies before stays unused
+        return CUdeviceptr(self._add("reserved", size, -(-base // step) * step, -1).base)
 
     def cuMemAddressFree(self, address: Any, size: int) -> None:
         r = next((r for r in self.ranges if r.base == number(address) and r.kind == "reserved" and not r.dead), None)

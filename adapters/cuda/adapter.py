@@ -9,7 +9,7 @@ from interop.contract import Adapter, ExchangeError, Importable, Limits, Point, 
 
 from . import copies, memory, pointers
 from .driver import Driver
-from .streams import EventPoint, Streams
+from .streams import CaptureError, EventPoint, Streams
 
 if TYPE_CHECKING:
     from interop import Allocation, Device, ExternalHandle, Tensor
@@ -58,11 +58,11 @@ class CudaAdapter(Adapter):
         found = pointers.classify(self.driver, address)
         return found.dl_type, 0 if found.kind == "pinned" else found.device
 
-    def own_stream(self, device: int) -> int:
-        """`Streams.own`; the legacy default stream, 1, where there is no driver."""
+    def own_stream(self, device: int) -> int | None:
+        """`Streams.own`; None where there is no driver."""
         found = self.streams.made.get(device)
-        if found is None:
-            return self.streams.own(device) if self.can("record") else 1
+        if found is None and self.can("record"):
+            found = self.streams.own(device)
         return found
 
     def enter(self, device: int) -> Any:
@@ -105,16 +105,24 @@ class CudaAdapter(Adapter):
         """What memory of others can be exported as: virtual memory in one piece that was made for it."""
         return self.memory.exports_of(allocation)
 
-    def record(self, place: Any, stream: Any) -> Point:
-        """When what a stream was given so far is done; None: interop's own stream."""
+    def record(self, place: Any, stream: Any) -> Point | None:
+        """When what a stream was given so far is done; None: interop's own stream.
+
+        Of a captured stream that is now: the graph's launches are not known here, and memory that a graph uses is its owner's to keep.
+        """
         device, number = _ordinal(place), stream_of(stream, _place(place))
-        return self.streams.record(device, self.streams.own(device) if number is None else number)
+        if number == -1:
+            return None
+        try:
+            return self.streams.record(device, self.streams.own(device) if number is None else number)
+        except CaptureError:
+            return None
 
     def wait(self, place: Any, stream: Any, point: Point) -> bool:
         """Make a stream wait for a Point of CUDA's."""
         number = stream_of(stream, _place(place))
         parts: list[Any] = [p for p in getattr(point, "parts", (point,)) if not p.done()]
-        if number is None or not all(isinstance(p, EventPoint) for p in parts):
+        if number is None or number == -1 or not all(isinstance(p, EventPoint) for p in parts):
             return False
         return all([p.wait_on(_ordinal(place), number) for p in parts])
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from interop.contract import ExchangeError, Point, pending_stream, ready_on
+from interop.contract import DeviceLostError, ExchangeError, Point, pending_stream, ready_on
 
 from .driver import CudaError, Driver
 from .host import HUGE, advise_huge, host_move
@@ -63,7 +63,8 @@ class Copies:
         if len(devices) == 2 and devices[0] != devices[1]:
             return self._peers.copy(_plan(dst, src, [None, None], 0), dst, src, given)
         device = devices[0] if devices else next(t for t in (dst, src) if t.device.name == "cuda_managed").device.id
-        pending = [pending_stream(t) for t in (dst, src)]
+        # a stream of another GPU, on managed memory of that one, is none to copy on here
+        pending = [pending_stream(t) if t.device.id == device or pending_stream(t) <= 0 else -1 for t in (dst, src)]
         queue = given or next((s for s in pending if s > 0), 0) or self.streams.own(device)
         with self.driver.using(device):
             captured = self.streams.capturing(queue)
@@ -72,19 +73,25 @@ class Copies:
                 raise ExchangeError(f"stream {queue:#x} is being captured: a copy from or to pageable memory is work of the host's",
                                     "use pinned memory, or copy before the capture")
             for t in (dst, src):
-                ready_on(t, queue)
+                if pending_stream(t) > 0 and t.device.id != device:
+                    self.streams.record(t.device.id, pending_stream(t)).wait_on(device, queue)
+                else:
+                    ready_on(t, queue)
             if None in reached:
                 return self._pageable(dst, src, reached, device, queue)
             self._direct(_plan(dst, src, reached, 1 if src.device.name != "cuda" else 0), device, queue)
             if captured:
                 return None
             done = self.streams.record(device, queue)
+            for t in (dst, src):        # managed memory of another GPU: its framework goes on there
+                if pending_stream(t) > 0 and t.device.id != device:
+                    done.wait_on(t.device.id, pending_stream(t))
             if given is None and queue != pending[1] > 0 and src.device.id == device:
                 self.streams.order(device, queue, pending[1])       # nor may its framework overwrite or reuse the source before
             return done
 
     def _reached(self, t: Tensor) -> int | None:
-        """The address at which the current device reaches the memory; None where it is pageable."""
+        """The address at which the current device reaches the memory; None where it is pageable, or partly so."""
         if t.device.name == "cuda":
             return t.ptr
         lo, hi = _plan(t, t, [None, None], 0).span(0)
@@ -99,6 +106,13 @@ class Copies:
         if not int(kind) or not int(address or 0) or hi > int(first or lo) + int(nbytes or 0):
             return None         # nobody's, or it goes on in memory that is not the same allocation
         return t.ptr + int(address) - lo
+
+    def _registered(self, t: Tensor) -> bool:
+        """Whether the memory begins in a registration that it leaves: CUDA refuses to copy such a range itself."""
+        cu = self.driver.cu
+        first = _plan(t, t, [None, None], 0).span(0)[0]
+        error, values = cu.cuPointerGetAttributes(1, [cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE], first)
+        return int(error) == 0 and bool(int(values[0]))
 
     # ---- what the card reaches ----
     def _direct(self, move: Move, device: int, stream: int) -> None:
@@ -115,7 +129,8 @@ class Copies:
     def _pageable(self, dst: Tensor, src: Tensor, reached: list[int | None], device: int, queue: int) -> Point | None:
         to_host = reached[0] is None
         move = _plan(dst, src, reached, 0 if to_host else 1)
-        if not move.axes and move.nbytes <= (_DRIVERS_OUT if to_host else _DRIVERS_IN):
+        host = dst if to_host else src
+        if not move.axes and move.nbytes <= (_DRIVERS_OUT if to_host else _DRIVERS_IN) and not self._registered(host):
             return self._drivers(move, to_host, device, queue)
         lane = queue
         if queue == _PER_THREAD:        # it means another stream on each thread
@@ -170,7 +185,13 @@ class Copies:
         try:
             self._packer.enqueue(move, device, stream)
         finally:
-            self.ring.given(chunk, device, stream)      # also of what was enqueued before an error
+            try:
+                self.ring.given(chunk, device, stream)      # also of what was enqueued before an error
+            except DeviceLostError:
+                raise                                       # the card does nothing with it any more
+            except BaseException:
+                chunk.stream = device, stream               # no event says when the card is done with it: the stream does
+                raise
 
 
 def _plan(dst: Tensor, src: Tensor, reached: list[int | None], lead: int) -> Move:

@@ -10,6 +10,7 @@ import collections
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,16 +128,18 @@ class Segments:
         own = size > self._nbytes // 2
         segments = self._segments.setdefault(device, [])
         if not own:
-            for s in segments:
-                found = s.take(size)
-                if found is not None:
-                    return s, found
+            found = _hole(segments, size)
+            if found is not None:
+                return found
         try:
             chunk = virtual.create(self._driver, device, size if own else self._nbytes)
         except CudaError as e:
             if e.code != "CUDA_ERROR_OUT_OF_MEMORY":
                 raise
-            self._settle(HOST_TIMEOUT)
+            self._settle(time.monotonic() + HOST_TIMEOUT)
+            found = _hole(segments, size)
+            if found is not None:
+                return found
             self.trim(device)
             chunk = virtual.create(self._driver, device, size)
         start, end = chunk.address, chunk.address + chunk.nbytes
@@ -144,8 +147,8 @@ class Segments:
         segments.append(made)
         return made, start
 
-    def _settle(self, timeout: float | None) -> None:
-        """Make holes of the blocks whose streams are done; with a timeout (seconds each) wait for those that are not."""
+    def _settle(self, end: float | None) -> None:
+        """Make holes of the blocks whose streams are done; until `end` (time.monotonic) wait for those that are not."""
         for _ in range(len(self._back)):
             try:
                 block = self._back.popleft()
@@ -153,21 +156,21 @@ class Segments:
                 return
             done = False
             try:
-                done = self._is_done(block, timeout)
+                done = self._is_done(block, end)
             finally:
                 if done:
                     block.segment.give(block.address, block.size)
                 else:
                     self._back.append(block)
 
-    def _is_done(self, block: _Block, timeout: float | None) -> bool:
+    def _is_done(self, block: _Block, end: float | None) -> bool:
         if block.done is None:
             block.done = self._record(block)
         if block.done is None:
             return False
-        if timeout is not None:
+        if end is not None:
             with contextlib.suppress(TimeoutError, ExchangeError, DeviceLostError):
-                block.done.wait(timeout)
+                block.done.wait(max(0.0, end - time.monotonic()))
         return block.done.done()
 
     def _record(self, block: _Block) -> Point | None:
@@ -178,6 +181,14 @@ class Segments:
             return self._streams.record(block.segment.chunk.device, number)
         except (ExchangeError, DeviceLostError):
             return None
+
+
+def _hole(segments: list[_Segment], size: int) -> tuple[_Segment, int] | None:
+    for s in segments:
+        found = s.take(size)
+        if found is not None:
+            return s, found
+    return None
 
 
 class Allocator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from interop.contract import DeviceLostError, ExchangeError
 
 #: Errors after which the context is gone: nothing on it can be waited for (CUDA driver API, CUresult).
 _LOST = frozenset("CUDA_ERROR_" + name for name in (
-    "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "ECC_UNCORRECTABLE", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
+    "ASSERT", "ILLEGAL_ADDRESS", "LAUNCH_FAILED", "ECC_UNCORRECTABLE", "HARDWARE_STACK_ERROR", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS",
     "INVALID_ADDRESS_SPACE", "INVALID_PC", "LAUNCH_TIMEOUT", "CONTEXT_IS_DESTROYED", "DEVICE_UNAVAILABLE", "NVLINK_UNCORRECTABLE"))
 
 
@@ -59,7 +58,6 @@ class Driver:
         self._given = table
         self._table: Any = None
         self.ok: Any = None
-        self._lock = threading.Lock()
         self._contexts: dict[int, Any] = {}
         self._numbers: dict[int, int] = {}      # of the same contexts: as an int each costs as much as a call
         self.forked = False
@@ -81,15 +79,13 @@ class Driver:
                 table = importlib.import_module("cuda.bindings.driver")
             except ImportError:
                 raise ExchangeError("this takes the CUDA driver, and cuda-bindings is not installed", "pip install cuda-bindings") from None
-        with self._lock:
-            if self._table is None:
-                try:
-                    self.check(table.cuInit(0))
-                except RuntimeError as e:       # cuda-bindings: there is no libcuda
-                    raise ExchangeError(f"no CUDA driver on this machine: {e}") from None
-                self.ok = table.CUresult.CUDA_SUCCESS
-                self._table = table
-                _loaded.add(self)
+        try:
+            self.check(table.cuInit(0))         # as often as one likes
+        except RuntimeError as e:               # cuda-bindings: there is no libcuda
+            raise ExchangeError(f"no CUDA driver on this machine: {e}") from None
+        self.ok = table.CUresult.CUDA_SUCCESS
+        self._table = table
+        _loaded.add(self)
 
     def available(self) -> bool:
         """Whether there is a driver with at least one device. Loads it."""
@@ -138,11 +134,9 @@ class Driver:
         """The primary context, which the frameworks use too. Retained once and kept: they may be gone before us."""
         found = self._contexts.get(device)
         if found is None:
-            cu, handle = self.cu, self.handle(device)
-            with self._lock:
-                found = self._contexts.get(device)
-                if found is None:
-                    found = self._contexts[device] = self.check(cu.cuDevicePrimaryCtxRetain(handle))
+            cu = self.cu
+            # No lock: a destructor may come to this very line while it is held. Retaining once more than needed is only counted
+            found = self._contexts.setdefault(device, self.check(cu.cuDevicePrimaryCtxRetain(self.handle(device))))
         return found
 
     @contextlib.contextmanager

@@ -28,7 +28,7 @@ class Packer:
         self._driver = driver
         self._functions: dict[tuple[int, str], Any] = {}
         self._modules: dict[int, Any] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()      # a destructor may copy, and come here again
 
     def enqueue(self, move: Move, device: int, stream: int) -> None:
         """Give a Move to a stream; both sides are addresses that the device reaches, and do not overlap. The device is current."""

@@ -45,7 +45,11 @@ class Peers:
         ready_on(src, leave)
         for piece in move.pieces(_TEMPORARY) if move.axes else (move,):
             self.transfer(piece, here, arrive, there, leave)
-        return self._order(here, arrive, there, leave)
+        done = self._order(here, arrive, there, leave)
+        pending = pending_stream(src)
+        if pending > 0 and pending != leave:        # nor may the framework of the source write to it before
+            self._order(here, arrive, src.device.id, pending)
+        return done
 
     def transfer(self, move: Move, here: int, arrive: int, there: int, leave: int) -> None:
         """One piece, from device `there` on stream `leave` to device `here` on stream `arrive`."""

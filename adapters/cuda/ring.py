@@ -39,14 +39,18 @@ class Stopped(Exception):
 
 
 class Chunk:
-    """Pinned memory at `address`; `busy` is the event after which the card is done with what was last put there."""
+    """Pinned memory at `address`; `busy` is the event after which the card is done with what was last put there.
 
-    __slots__ = ("address", "busy", "events")
+    `stream`: (device, stream) where no event could be recorded: the card is done with it when that stream is.
+    """
+
+    __slots__ = ("address", "busy", "events", "stream")
 
     def __init__(self, address: int) -> None:
         """Idle."""
         self.address = address
         self.busy: Any = None
+        self.stream: tuple[int, int] | None = None
         self.events: dict[int, Any] = {}        # device -> its event for this chunk
 
 
@@ -59,7 +63,7 @@ class Ring:
     def __init__(self, driver: Driver) -> None:
         """Nothing is allocated."""
         self._driver = driver
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()      # a destructor may copy, and come here again
         self._free: deque[Chunk] = deque()
         self._made = 0
         self._pool: ThreadPoolExecutor | None = None
@@ -90,6 +94,14 @@ class Ring:
 
     def idle(self, chunk: Chunk) -> bool:
         """Whether the card is done with it. The error that its work failed with is raised."""
+        if chunk.stream is not None:
+            device, stream = chunk.stream
+            with self._driver.using(device) as cu, self._driver.relaxed():
+                error = cu.cuStreamQuery(stream)[0]
+            if error == cu.CUresult.CUDA_ERROR_NOT_READY:
+                return False
+            chunk.stream = None
+            self._driver.check((error, None))
         if chunk.busy is not None:
             cu = self._driver.cu
             error = cu.cuEventQuery(chunk.busy)[0]
@@ -135,8 +147,12 @@ class Ring:
             pool, self._pool = self._pool, None
             for _ in range(len(self._free)):
                 chunk = self._free.popleft()
-                if not self.idle(chunk):
-                    self._free.append(chunk)
+                try:
+                    if not self.idle(chunk):
+                        self._free.append(chunk)
+                        continue
+                except (ExchangeError, DeviceLostError):        # of a device that is lost: the memory may be, too
+                    self._made -= 1
                     continue
                 self._made -= 1
                 for event in chunk.events.values():

@@ -9,14 +9,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from interop.contract import DeviceLostError, ExchangeError, Point, keep_until
+from interop.contract import DeviceLostError, ExchangeError, Point
 
 from .driver import Driver
 
 #: Seconds that the host waits for a stream before it says so.
 HOST_TIMEOUT = 60.0
 _SPIN = 0.003       # seconds for which a host wait gives its turn away instead of sleeping
+_BATCH, _BATCH_BYTES = 32, 4 << 20       # pieces, or bytes, that wait for one event together,
+_GATHER = 0.0005    # and seconds after which fewer do
 _SPARE = 32         # events kept for reuse on each device: making one costs more than recording it
+
+
+class CaptureError(ExchangeError):
+    """A stream is being captured into a graph, where the order that was asked for cannot be had."""
 
 
 class EventPoint(Point):
@@ -73,6 +79,8 @@ class EventPoint(Point):
         """`stream_wait`, of a stream of any GPU."""
         if self._over:
             return self._error is None
+        if stream == -1:
+            return False        # no stream: who said so waits himself
         streams = self._streams
         with streams.driver.using(device) as cu:
             if streams.capturing(stream):
@@ -89,6 +97,46 @@ class EventPoint(Point):
         return f"EventPoint(cuda:{self._device}, {'done' if self._over else hex(int(self._event))})"
 
 
+class Batch(Point):
+    """Memory that waits for one stream. The event is recorded when the batch is sealed, which is after all of it was dropped."""
+
+    __slots__ = ("_born", "_done", "_nbytes", "_sealed", "device", "memory", "stream", "streams")
+
+    def __init__(self, streams: Streams, device: int, stream: int) -> None:
+        """Empty, and open for more."""
+        self.streams, self.device, self.stream = streams, device, stream
+        self.memory: list[Any] = []
+        self._nbytes, self._sealed, self._born = 0, False, time.monotonic()
+        self._done: Point | None = None
+
+    def add(self, memory: Any, nbytes: int) -> None:
+        """One piece more; seals it where that is enough for one event."""
+        self.memory.append(memory)
+        self._nbytes += nbytes
+        self._sealed = self._nbytes >= _BATCH_BYTES or len(self.memory) >= _BATCH
+        if self._sealed and self.done():
+            self.let_go(self)
+
+    def _poll(self) -> bool:
+        if self._done is None:
+            if not self._sealed and time.monotonic() - self._born < _GATHER:
+                return False
+            if self.streams.batches.get((self.device, self.stream)) is self:
+                del self.streams.batches[self.device, self.stream]
+            try:
+                self._done = self.streams.record(self.device, self.stream)
+            except CaptureError:
+                return False        # asked again later: only then can be said when the stream's work so far is done
+            except (ExchangeError, DeviceLostError):
+                return True         # a stream that was destroyed, a device that is lost: nothing is left to wait for
+        return self._done.done()
+
+    @staticmethod
+    def let_go(batch: Any) -> None:
+        """The work is over: releases run here, on interop's thread or on that of whoever dropped the last piece."""
+        batch.memory.clear()
+
+
 class Streams:
     """The streams of one driver."""
 
@@ -97,6 +145,7 @@ class Streams:
         self.driver = driver
         self.made: dict[int, int] = {}
         self._spare: dict[int, list[Any]] = {}
+        self.batches: dict[tuple[int, int], Batch] = {}
 
     def own(self, device: int) -> int:
         """interop's own stream on a device: non-blocking, made once. Copies run on it, and producers that ask are told of it."""
@@ -129,7 +178,7 @@ class Streams:
         entered = driver.enter(device)
         try:
             if self.capturing(first) or self.capturing(then):
-                raise ExchangeError(f"a stream is being captured: work of {first:#x} cannot be ordered before {then:#x} in a graph",
+                raise CaptureError(f"a stream is being captured: work of {first:#x} cannot be ordered before {then:#x} in a graph",
                                     "use the same stream on both sides, or pass stream=-1 and order it yourself")
             event = self._event(device, cu)
             try:
@@ -155,14 +204,14 @@ class Streams:
             if entered:
                 driver.leave()
 
-    def record(self, device: int, stream: int) -> Point:
+    def record(self, device: int, stream: int) -> EventPoint:
         """The Point at which what the stream was given so far is done. ExchangeError in a capture."""
         driver = self.driver
         cu = driver.cu
         entered = driver.enter(device)
         try:
             if self.capturing(stream):
-                raise ExchangeError(f"stream {stream:#x} is being captured: when its work is done, only the graph's launches say")
+                raise CaptureError(f"stream {stream:#x} is being captured: when its work is done, only the graph's launches say")
             event = self._event(device, cu)
             try:
                 driver.check(cu.cuEventRecord(event, stream))
@@ -178,7 +227,7 @@ class Streams:
         """Wait on the host until what `stream` has been given is done. TimeoutError after `HOST_TIMEOUT`; Ctrl-C gets in."""
         with self.driver.using(device) as cu, self.driver.relaxed():
             if self.capturing(stream):
-                raise ExchangeError(f"stream {stream:#x} is being captured: its work runs when the graph is launched, not before")
+                raise CaptureError(f"stream {stream:#x} is being captured: its work runs when the graph is launched, not before")
             not_ready = cu.CUresult.CUDA_ERROR_NOT_READY
             end, pause = time.monotonic() + HOST_TIMEOUT, 0.00002
             while (error := cu.cuStreamQuery(stream)[0]) == not_ready:
@@ -188,18 +237,19 @@ class Streams:
                 pause = min(pause * 1.5, 0.005)
             self.driver.check((error, None))
 
-    def keep(self, device: int, stream: int, *memory: Any) -> None:
+    def keep(self, device: int, stream: int, nbytes: int, memory: Any) -> None:
         """Hold `memory` until what `stream` has been given so far is done; its release is then interop's, on a thread of its own.
 
-        Nothing is raised: where no event can be recorded (a captured stream, one that was destroyed) the memory is let go now, as it
-        would be without interop.
+        Small pieces are gathered for a moment, because asking the driver of each costs more than sharing it did; `nbytes` says how much.
         """
-        try:
-            done = self.record(device, stream)
-        except (ExchangeError, DeviceLostError):
+        batch = self.batches.get((device, stream))
+        if batch is not None:
+            batch.add(memory, nbytes)
             return
-        if not done.done():
-            keep_until(done, *memory)
+        batch = self.batches[device, stream] = Batch(self, device, stream)
+        batch.add(memory, nbytes)
+        if batch.memory:
+            batch.add_done_callback(Batch.let_go)
 
     def reuse(self, device: int, event: Any) -> None:
         """Take an event back that nobody asks about any more."""

@@ -211,7 +211,7 @@ cdef object call_dlpack_there(x, TypeRecord r, Device there, stream, dl_device, 
 
 
 cdef Tensor read_by_adapter(x, TypeRecord r, stream, Target g):
-    """Through the adapter's quicker ``__dlpack__``, for objects that are probably where the last one was (jax on a GPU)."""
+    """Through the adapter's quicker ``__dlpack__``, for objects that are probably where the last one was (jax on a GPU); None: not so."""
     cdef Tensor t
     cdef int64_t sent
     cdef Device here = r.last_device
@@ -220,8 +220,11 @@ cdef Tensor read_by_adapter(x, TypeRecord r, stream, Target g):
         sent = wanted_stream(g, here.dl, stream)
         try:
             capsule = r.adapter.to_capsule(x, sent)      # looked up anew: adapters put jaxlib's own function there
-        except (RuntimeError, ValueError) as e:
-            raise ExchangeError(f"{source_name(x, r)} cannot be exported: {first_line(e)}") from e
+        except (RuntimeError, ValueError):
+            r.last_device = None                         # it may be on the host, where jaxlib knows no streams
+            return None
+        if not PyCapsule_CheckExact(capsule):
+            raise TypeError(f"adapter {r.framework}: to_capsule returned {type(capsule).__name__}, not a capsule")
         t = consume_capsule(capsule)
         if t.dl.device.device_type == here.dl.device_type and t.dl.device.device_id == here.dl.device_id:
             t.stream = sent
@@ -238,8 +241,16 @@ cdef Tensor read_attributes(x, TypeRecord r):
     cdef int64_t dims[2 * MAX_NDIM]
     cdef uint64_t flags = 0
     cdef int64_t pending = borrow_attributes(x, r, &d, dims, &flags, MAX_NDIM)
-    cdef Tensor t = over_object(x, &d, flags)
-    t.stream = pending
+    cdef Tensor t
+    cdef _WithStream both
+    if pending > 2 and r.current_stream is not None:     # not a default stream: its object may be dropped before the tensor
+        both = _WithStream.__new__(_WithStream)
+        both.memory = x
+        both.holder = r.current_stream(device_of(d.device))
+        t = over_object(both, &d, flags)
+    else:
+        t = over_object(x, &d, flags)
+    t.stream = t.freed = pending
     return t
 
 
@@ -251,26 +262,34 @@ cdef int64_t borrow_attributes(x, TypeRecord r, DLTensor* d, int64_t* dims, uint
     cdef int i, n
     cdef int64_t size
     cdef Device here = promised_device(x)
+    if here is None:
+        raise TypeError(f"{type(x).__name__} has no __dlpack_device__, which reads='attributes' needs")
     address = x
     for name in r.pointer:
         address = getattr(address, name)
     shape, steps, descr = getattr(x, r.shape_name), getattr(x, r.strides_name), getattr(x, r.dtype_name)
     if not isinstance(descr, np_dtype):
         raise TypeError(f"{type(x).__name__}.{r.dtype_name} is {descr!r}, not a NumPy dtype")
-    if not PyTuple_CheckExact(shape) or not PyTuple_CheckExact(steps):
-        shape, steps = tuple(shape), tuple(steps)
+    if not PyTuple_CheckExact(shape) or not (steps is None or PyTuple_CheckExact(steps)):
+        shape, steps = tuple(shape), None if steps is None else tuple(steps)
     n = <int>PyTuple_GET_SIZE(shape)
-    if n > room or PyTuple_GET_SIZE(steps) != n:
+    if n > room or (steps is not None and PyTuple_GET_SIZE(steps) != n):
         raise ExchangeError(f"shape {shape} with strides {steps}: at most {MAX_NDIM} dimensions, and as many strides")
     d.dtype = dtype_of_descr(<NpyDescr*><PyObject*>descr, flags)
     size = element_bytes(d.dtype, flags[0])
-    for i in range(n):
-        dims[i] = <object>PyTuple_GET_ITEM(shape, i)
-        dims[n + i] = <object>PyTuple_GET_ITEM(steps, i)
-        if dims[n + i] % size:
-            raise ExchangeError(f"strides {steps} bytes are not multiples of the {size}-byte elements")
-        dims[n + i] = dims[n + i] // size
-    d.data = <void*><uintptr_t>address
+    try:
+        for i in range(n):
+            dims[i] = <object>PyTuple_GET_ITEM(shape, i)
+            if steps is not None:
+                dims[n + i] = <object>PyTuple_GET_ITEM(steps, i)
+                if dims[n + i] % size:
+                    raise ExchangeError(f"strides {steps} bytes are not multiples of the {size}-byte elements")
+                dims[n + i] = dims[n + i] // size
+        d.data = <void*><uintptr_t>address
+    except (OverflowError, TypeError) as e:
+        raise ExchangeError(f"{type(x).__name__}: address {address!r}, shape {shape}, strides {steps}: {e}") from None
+    if steps is None:
+        compact_strides(n, dims, dims + n)
     d.device = here.dl
     d.ndim = n
     d.shape = dims
@@ -333,7 +352,7 @@ cdef Tensor read_table(PyObject* x, TypeRecord r):
             raise ExchangeError(f"{type(<object>x).__name__}: its exchange table gave nothing")
         adopt(t, m)
         check_guards(r, x, t.dl.dtype.code)
-    t.stream = table_stream(r.table, t.dl.device)
+    t.stream = t.freed = table_stream(r.table, t.dl.device)
     return t
 
 
@@ -497,13 +516,14 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
         raise ExchangeError(f"__cuda_array_interface__ of {type(x).__name__}: {e}") from None
     d.device.device_type = kDLCUDA
     d.device.device_id = 0
-    if device is not None and device.dl.device_type == kDLCUDA:
+    if _cuda_ops is None:
+        if device is None or device.dl.device_type != kDLCUDA:
+            raise ExchangeError("__cuda_array_interface__ does not say which GPU it is on, and no CUDA driver is here to ask",
+                                "say device='cuda:0', or install cuda-bindings")
         d.device = device.dl
-    elif _cuda_ops is None:
-        raise ExchangeError("__cuda_array_interface__ does not say which GPU it is on, and no CUDA driver is here to ask",
-                            "say device='cuda:0', or install cuda-bindings")
     elif d.data != NULL and _cuda_classify is not None:
-        d.device = (<Device>get_device(_cuda_classify(<uintptr_t>d.data, (kDLCUDA, 0)))).dl
+        claimed = (kDLCUDA, 0) if device is None or device.dl.device_type != kDLCUDA else tuple(device)
+        d.device = (<Device>get_device(_cuda_classify(<uintptr_t>d.data, claimed))).dl
     elif d.data != NULL:
         d.device.device_id = _cuda_ops.pointer_device(<uintptr_t>d.data)
     d.ndim = n
@@ -514,6 +534,9 @@ cdef Tensor read_cuda_interface(x, interface, Device device, stream):
     pending = interface.get("stream")
     # None: nothing to wait for. Before version 3 there was no such field: the legacy default stream is what was meant
     t.stream = STREAM_NONE if version >= 3 and pending is None else stream_number(1 if pending is None else pending, kDLCUDA)
+    if t.stream != STREAM_NONE and not has_streams(t.dl.device.device_type):
+        _cuda_ops.synchronize(0, t.stream)       # pinned memory: who takes it as the host's will wait for no stream
+        t.stream = STREAM_NONE
     return t
 
 

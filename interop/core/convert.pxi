@@ -4,6 +4,7 @@ cdef struct Source:
     DLTensor dl
     uint64_t flags
     int64_t stream               # whose work is pending
+    int64_t freed                # in whose order the memory is freed
     int64_t wanted               # the stream that the target will use it on; STREAM_UNKNOWN: not asked, or it has none
     PyObject* owner              # what keeps the memory: borrowed from the object itself, or from `keep`
     int64_t dims[2 * INLINE_DIMS]
@@ -60,7 +61,9 @@ cdef Tensor read_generic(x, TypeRecord r, Device device, copy, stream, Target g)
         return expect_tensor(r, r.adapter.to_tensor(x))
     if source == SRC_BUFFER:
         if r.last_device is not None and (device is None or device is r.last_device):
-            return read_by_adapter(x, r, stream, g)      # which asks what the guards ask
+            t = read_by_adapter(x, r, stream, g)         # which asks what the guards ask
+            if t is not None:
+                return t
         if device is None or host_accessible(device.dl.device_type):
             try:
                 return read_buffer(x)
@@ -102,6 +105,21 @@ cdef Tensor packed(DLTensor* t, uint64_t flags, str source, str target, str reas
     check_packable(t, flags)     # what would be refused is not counted
     note_copy(t, flags, source, target, reason, remedy)
     return pack(t, flags, alignment)
+
+
+cdef Tensor repacked(Tensor t, str source, str target, str reason, remedy, int64_t alignment=HOST_ALIGNMENT):
+    """A compact copy in the same memory: made by the host, or by the adapter of a device that copies within it."""
+    cdef Tensor out
+    if not host_accessible(t.dl.device.device_type):
+        where = device_of(t.dl.device)
+        if _up_copies(where):
+            out = _up_move(t, (<Allocation>t.alloc).context if t.alloc != NULL and (<Allocation>t.alloc).context is not None else where,
+                           source, target, reason, remedy)
+            out.flags |= DL_IS_COPIED
+            return out
+    elif t.stream != STREAM_NONE:
+        finish_for_host(&t.dl, t.stream)         # managed memory, which a stream is still writing
+    return packed(&t.dl, t.flags, source, target, reason, remedy, alignment)
 
 
 # ---- as_tensor ----
@@ -172,15 +190,24 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         t = read_slow(x, r, None, False if copy is False else None, stream)
     if device is not None and not same_memory(t.dl.device, device.dl):
         if copy is False:
-            t = imported_at(t, device, f"memory on {device_of(t.dl.device)} and device={str(device)!r}")
+            t = imported_at(t, device, device, f"memory on {device_of(t.dl.device)} and device={str(device)!r}")
     if device is not None and not same_memory(t.dl.device, device.dl):
         may_read(&t.dl, t.flags, t.alloc, None)
-        t = _up_move(t, device, source_name(x, r))
+        here = device_of(t.dl.device)
+        on = copying_stream(stream, here, device)
+        t = _up_move(t, device, source_name(x, r), str(device), f"from {here} to {device}", "keep it where it is", on)
         t.flags |= DL_IS_COPIED
         copy = None
+        if not has_streams(t.dl.device.device_type):
+            stream = None
     if copy is False and t.flags & DL_IS_COPIED and r.source != SRC_TENSOR:
         raise ExchangeError(f"{type(x).__name__} arrived as a copy and copy=False forbids it")
     if stream is not None:
+        number = stream_number(stream, t.dl.device.device_type)
+        if number is not None:
+            may_read(&t.dl, t.flags, t.alloc, number)
+        if r.source == SRC_TENSOR:
+            t = relabelled(t, t.flags & DL_READ_ONLY)     # what is pending is said of this view, not of the caller's
         settle_stream(t, stream)
     if copy is True:
         refuse_layout(t.flags, "a copy of itself")
@@ -188,7 +215,7 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         may_read(&t.dl, t.flags, t.alloc, None)       # its bytes are about to be read
     if copy is True:
         if not (t.flags & DL_IS_COPIED) or r.source == SRC_TENSOR:
-            t = packed(&t.dl, t.flags, source_name(x, r), "interop", "copy=True was asked for", None)
+            t = repacked(t, source_name(x, r), "interop", "copy=True was asked for", None)
     elif misaligned(&t.dl):
         if copy is False:
             raise ExchangeError(misaligned_reason(&t.dl), "copy=None copies")
@@ -197,7 +224,7 @@ cdef Tensor tensor_as_asked(x, Device device, copy, readonly, stream):
         if copy is False:
             raise ExchangeError("the memory is read-only, readonly=False asks to write, and copy=False forbids a copy",
                                 "copy=None copies; readonly=None keeps it read-only")
-        t = packed(&t.dl, t.flags, source_name(x, r), "interop", "read-only memory, and readonly=False asks to write", "readonly=None")
+        t = repacked(t, source_name(x, r), "interop", "read-only memory, and readonly=False asks to write", "readonly=None")
     if readonly is True and not t.flags & DL_READ_ONLY:
         t = relabelled(t, DL_READ_ONLY)
     return t
@@ -279,8 +306,9 @@ cdef int obstacle(Target g, DLTensor* t, uint64_t flags, bint promised) except -
     cdef int i
     cdef int64_t seen
     if g.devices and not g.devices >> t.device.device_type & 1 and not (
-            t.device.device_type == kDLCUDAManaged and g.devices & (1 << kDLCUDA | 1 << kDLCPU)):
-        return IS_ELSEWHERE
+            host_accessible(t.device.device_type) and g.devices >> kDLCPU & 1) and not (
+            t.device.device_type == kDLCUDAManaged and g.devices >> kDLCUDA & 1):
+        return IS_ELSEWHERE          # pinned and managed memory are the host's too, under other labels
     if g.own_device is not None and device_of(t.device).name != g.own_device:
         return IS_ELSEWHERE          # devices of other names may share the type (kDLExtDev), and their handles mean nothing there
     if flags & DL_READ_ONLY and not g.holds_readonly and not promised:
@@ -391,7 +419,7 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
         else:
             s.flags = overlap_flag(s.dl.ndim, s.dl.shape, s.dl.strides)
             s.owner = <PyObject*>x
-            s.stream = table_stream(r.table, s.dl.device)
+            s.stream = s.freed = table_stream(r.table, s.dl.device)
     elif r.source == SRC_ATTRIBUTES and not r.n_guards:
         s.flags = 0
         s.stream = borrow_attributes(x, r, &s.dl, s.dims, &s.flags, INLINE_DIMS) if len(getattr(x, r.shape_name)) <= INLINE_DIMS else \
@@ -402,6 +430,7 @@ cdef inline object convert(x, TypeRecord r, Target g, copy, readonly, stream):
             check_tensor(&s.dl)
             s.flags |= overlap_flag(s.dl.ndim, s.dl.shape, s.dl.strides)
             s.owner = <PyObject*>x
+            s.freed = s.stream
     else:
         # a stream is the consumer's: the producer is asked for it only where __dlpack__ is called
         t = read_slow(x, r, None, False if copy is False else None, stream, g)
@@ -422,6 +451,7 @@ cdef inline void use(Source* s, Tensor t) noexcept:
     s.flags = t.flags
     s.owner = <PyObject*>t
     s.stream = t.stream
+    s.freed = t.freed
 
 
 cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonly, stream):
@@ -430,33 +460,51 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
     cdef bint promised = readonly is True
     if s.flags & OPAQUE and (g.kind != TO_TENSOR or copy is True):
         refuse_layout(s.flags, f"a {g.name} object" if g.kind != TO_TENSOR else "a copy of itself")
+    what = obstacle(g, &s.dl, s.flags, promised)
+    if what == IS_ELSEWHERE and copy is not True and g.imports_pages and host_accessible(s.dl.device.device_type):
+        # the same bytes, seen by a device: no framework's name moves memory
+        may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, None)
+        t = imported_for(g, tensor_of_source(s, t))
+        use(s, t)
+        what = obstacle(g, &s.dl, s.flags, promised)
+    if not addressable(s.dl.device.device_type) and t is not None and copy is not True and \
+            (what == IS_ELSEWHERE or g.kind == TO_NUMPY) and (not g.devices or g.devices >> kDLCPU & 1) and g.kind != TO_TENSOR:
+        # memory behind a handle that the host may look at whenever it likes, by its API's own rules
+        may_read(&s.dl, s.flags, t.alloc, None)
+        view = _up_host_view(t)
+        if view is not None:
+            t = <Tensor?>view
+            use(s, t)
+            what = obstacle(g, &s.dl, s.flags, promised)
     s.wanted = STREAM_UNKNOWN
     if has_streams(s.dl.device.device_type) and (g.kind == TO_TABLE or g.current_stream is not None):
         s.wanted = wanted_stream(g, s.dl.device, stream)     # from the stream that is pending straight to the one that it is used on
         may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, s.wanted)
     else:
-        may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, stream)
+        number = None if stream is None else stream_number(stream, s.dl.device.device_type)
+        may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, number)
     if stream is not None and host_accessible(s.dl.device.device_type):
         check_host_stream(stream, s.dl.device)
     if readonly is False and not g.writable:
         raise ExchangeError(f"readonly=False asks to write and {g.name} arrays are never written to", "leave readonly out")
-    what = obstacle(g, &s.dl, s.flags, promised)
     if what == CLEAR and readonly is False and s.flags & DL_READ_ONLY:
         what = IS_READONLY
     if what != CLEAR or copy is True:
         reason, remedy = explain(what, g, &s.dl) if what != CLEAR else ("copy=True was asked for", None)
-        if what == IS_ELSEWHERE and copy is not True and g.imports_pages and host_accessible(s.dl.device.device_type):
-            # the same bytes, seen by a device: no framework's name moves memory
-            t = _up_import(tensor_of_source(s, t), g.adapter.home() if g.place is None else g.place)
-            use(s, t)
-            return finish(s, t, x, r, g, copy, readonly, stream)
         if what == IS_ELSEWHERE or copy is False:
             raise ExchangeError(reason, remedy)
-        t = packed(&s.dl, s.flags, source_name(x, r), g.name, reason, remedy, max(g.alignment, <int64_t>HOST_ALIGNMENT))
+        t = repacked(tensor_of_source(s, t), source_name(x, r), g.name, reason, remedy, max(g.alignment, <int64_t>HOST_ALIGNMENT))
         use(s, t)
     if promised:
         s.flags |= DL_READ_ONLY
     return build(s, t, g, promised, stream)
+
+
+cdef Tensor imported_for(Target g, Tensor t):
+    home = g.place if g.place is not None else g.adapter.home()
+    if not isinstance(home, Device) or host_accessible((<Device>home).dl.device_type):
+        raise TypeError(f"adapter {g.name}: home() gave {home!r}, not a Device of a GPU")
+    return _up_import(t, home)
 
 
 cdef int check_host_stream(stream, DLDevice d) except -1:
@@ -485,7 +533,7 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
             finish_for_host(&s.dl, s.stream)
         return array_of(&s.dl, s.flags, s.owner)
     if g.kind == TO_TABLE:
-        return through_table(s, g)
+        return through_table(s, g, stream)
     t = tensor_of_source(s, t)
     if g.kind == TO_TENSOR:
         if stream is not None:
@@ -493,8 +541,8 @@ cdef object build(Source* s, Tensor t, Target g, bint promised, stream):
         return t
     if s.wanted != STREAM_UNKNOWN and has_streams(t.dl.device.device_type):
         order_streams(&t.dl, t.stream, s.wanted)
-        if outlasts(t.dl.device, t.stream, s.wanted):
-            t = used_on(t, s.wanted)
+        if outlasts(t.dl.device, t.freed, s.wanted):
+            t = used_on(t, s.wanted, stream_holder(g, t.dl.device) if stream is None else stream)
         elif s.wanted >= 0 and s.wanted != t.stream:
             t = relabelled(t, t.flags & DL_READ_ONLY)
             t.stream = s.wanted
@@ -542,12 +590,13 @@ cdef Tensor tensor_of_source(Source* s, Tensor t):
         else:
             t = over_object(<object>s.owner, &s.dl, s.flags)
             t.stream = s.stream
+            t.freed = s.freed
     if s.flags & DL_READ_ONLY and not t.flags & DL_READ_ONLY:
         t = relabelled(t, DL_READ_ONLY)
     return t
 
 
-cdef object through_table(Source* s, Target g):
+cdef object through_table(Source* s, Target g, stream):
     """The target's own exchange table makes the object. Whether it ran the deleter when it failed, the block's guard tells."""
     cdef void* out = NULL
     cdef Block* b
@@ -555,8 +604,9 @@ cdef object through_table(Source* s, Target g):
     cdef object owner = <object>s.owner
     if has_streams(s.dl.device.device_type):
         order_streams(&s.dl, s.stream, s.wanted)
-        if outlasts(s.dl.device, s.stream, s.wanted):
-            owner = stream_use(owner, s.dl.device.device_id, s.wanted)
+        if outlasts(s.dl.device, s.freed, s.wanted):
+            owner = stream_use(owner, stream, s.dl.device.device_id, s.wanted,
+                               bytes_of(s.dl.dtype, count(s.dl.ndim, s.dl.shape), s.flags))
     b = export_block(&s.dl, s.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED), <PyObject*>owner)
     b.guard = 1
     rc = g.table.managed_tensor_to_py_object_no_sync(&b.v, &out)
@@ -580,106 +630,3 @@ cdef refuse_import(Target g, DLTensor* t):
     except Exception as e:
         raise ExchangeError(f"{g.name} cannot hold {dtype_of(t.dtype)} on {device_of(t.device)}: {first_line(e)}",
                             "interop.as_tensor(x).view(dtype) shows the bytes as a dtype that it knows") from e
-
-
-cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, stream):
-    cdef Device wanted = g.place if device is None else place_device(device)
-    cdef Tensor t
-    cdef Source s
-    if g.place is not None and device is not None and g.place != wanted:
-        raise ValueError(f"target {g.name} is on {g.place} and device={str(wanted)!r}")
-    if copy is not True and r.exact and r.framework is g.name and stream is None and \
-            (g.kind != TO_TENSOR or g.native_place is None) and is_there(x, r, g, wanted, readonly):
-        return x
-    if wanted is None:
-        return convert(x, r, g, copy, readonly, stream)
-    if r.source in (SRC_TENSOR, SRC_NDARRAY, SRC_NDARRAY_KIN, SRC_CAPSULE):
-        t = read_slow(x, r, None, None, stream)
-    else:
-        t = read_crossing(x, r, g, wanted, copy, stream)
-    use(&s, t)
-    if same_memory(t.dl.device, wanted.dl) and (g.kind != TO_TENSOR or g.native_place is None or in_context(t, g.native_place)):
-        # one device is not enough where the target is a Context: a handle is valid in its own alone
-        return finish(&s, t, x, r, g, None if copy is True and arrived_fresh(t, r) else copy, readonly, stream)
-    return cross(t, x, r, g, wanted, copy, readonly, stream)
-
-
-cdef Tensor read_crossing(x, TypeRecord r, Target g, Device wanted, copy, stream):
-    # Towards the host a producer crosses by itself; towards a device the target's framework may be able to.
-    if wanted.dl.device_type == kDLCPU:
-        return read_towards(x, r, wanted, copy, stream)
-    return read_slow(x, r, None, False if copy is False else None, stream, g)
-
-
-cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, readonly, stream):
-    """To another memory, which has been asked for: by a copy of interop's where it can make one, else by the target's framework."""
-    cdef Source s
-    cdef str name = source_name(x, r)
-    cdef bint ours
-    here = device_of(t.dl.device)
-    if copy is False:
-        t = imported_at(t, wanted, f"{name} is on {here} and {wanted} was asked for")
-        use(&s, t)
-        return finish(&s, t, x, r, g, copy, readonly, stream)
-    may_read(&t.dl, t.flags, t.alloc, None)
-    ours = host_accessible(wanted.dl.device_type) or _up_copies(wanted)
-    if ours and g.fresh is not None and g.devices >> wanted.dl.device_type & 1:
-        note_copy(&t.dl, t.flags, name, g.name, f"from {here} to {wanted}", "keep it where it is")
-        out = g.fresh(t, wanted)                 # in the framework's own memory, on its own stream
-        _up_copyto(out, t, stream)
-        return out
-    if g.kind == TO_TENSOR or ours:
-        t = _up_move(t, g.native_place if g.native_place is not None and g.kind == TO_TENSOR else wanted, name)
-        t.flags |= DL_IS_COPIED
-        if g.kind == TO_TENSOR:
-            return t
-        use(&s, t)
-        return finish(&s, t, x, r, g, None, readonly, stream)
-    if g.adapter is None or getattr(g.adapter, "to_device", None) is None:
-        raise ExchangeError(f"interop has no way of its own to copy from {here} to {wanted} yet",
-                            "a framework that uses the device can: interop.to(x, 'torch', device=...)")
-    note_copy(&t.dl, t.flags, name, g.name, f"from {here} to {wanted}", "keep it where it is")
-    use(&s, t)
-    value = finish(&s, t, x, r, g, None, True, stream)       # only read on the way
-    try:
-        return g.adapter.to_device(value, wanted)
-    except (RuntimeError, ValueError, AssertionError) as e:
-        raise ExchangeError(f"{g.name} cannot copy from {here} to {wanted}: {first_line(e)}") from e
-
-
-cdef Tensor imported_at(Tensor t, Device wanted, str what):
-    """copy=False and another device: its driver may see the very pages, where they are the host's."""
-    if not host_accessible(t.dl.device.device_type) or not _up_copies(wanted):
-        raise ExchangeError(f"{what}: that takes a copy, which copy=False forbids", "leave copy out")
-    return _up_import(t, wanted)
-
-
-cdef bint is_there(x, TypeRecord r, Target g, Device wanted, readonly) except -1:
-    """Whether `x`, of the target's own type, already satisfies device and readonly."""
-    cdef Device here
-    if readonly is False and g.holds_readonly:
-        if not g.writable or read_as_is(<PyObject*>x, r).flags & DL_READ_ONLY:
-            return False
-    if wanted is None:
-        return True
-    here = promised_device(x)
-    if here is None:
-        here = device_of(read_as_is(<PyObject*>x, r).dl.device)
-    return here == wanted
-
-
-cdef object to_like(x, like, device, copy, readonly, stream):
-    cdef TypeRecord r = record_of(<PyObject*>like)
-    cdef Target g
-    cdef Device there
-    if r.framework is not None:
-        g = target_of(r.framework)
-    else:
-        g = target_of(type(like))
-        if type(x) is type(like) and device is None and copy is not True and readonly is None and stream is None:
-            return x
-    if device is None:
-        there = promised_device(like)
-        # host memory of any kind is at home on the CPU
-        device = there if there is not None and not host_accessible(there.dl.device_type) else get_device("cpu")
-    return convert_as_asked(x, record_of(<PyObject*>x), g, device, flag(copy, "copy"), flag(readonly, "readonly"), stream)

@@ -41,6 +41,9 @@ cdef int table_to_py(DLManagedTensorVersioned* m, void** out) except -1:
     cdef Tensor t = blank_tensor()
     out[0] = NULL
     adopt(t, m)
+    if has_streams(t.dl.device.device_type):
+        check_driver(t.dl.device)
+        t.stream = own_stream(t.dl.device)       # the caller has made it ready on what current_work_stream gave
     Py_INCREF(t)
     out[0] = <void*>t
     return 0
@@ -48,7 +51,9 @@ cdef int table_to_py(DLManagedTensorVersioned* m, void** out) except -1:
 
 cdef int table_borrow(void* x, DLTensor* out) except -1:
     cdef Tensor t = <Tensor?><object>x
-    ready_for_table(t)
+    if ready_for_table(t) is not t:
+        raise ExchangeError(f"memory on {device_of(t.dl.device)} that another stream than interop's own frees is not lent: nobody would "
+                            "keep it for the work that is given to that stream", "take it with managed_tensor_from_py_object_no_sync")
     lend(t, None)                # borrowed: valid until control returns, so nothing is counted
     out[0] = t.dl
     if addressable(t.dl.device.device_type):
@@ -88,11 +93,11 @@ cdef Tensor ready_for_table(Tensor t):
     check_driver(t.dl.device)
     own = own_stream(t.dl.device)
     order_streams(&t.dl, t.stream, own)
-    return used_on(t, own) if outlasts(t.dl.device, t.stream, own) else t
+    return used_on(t, own, None) if outlasts(t.dl.device, t.freed, own) else t
 
 
 cdef int check_driver(DLDevice d) except -1:
-    if _cuda_own_stream is None or d.device_type == kDLROCM:
+    if _cuda_own_stream is None or d.device_type == kDLROCM or _cuda_own_stream(d.device_id) is None:
         raise ExchangeError(f"memory on {device_of(d)} is ordered by streams, and interop has no driver here to make one of its own",
                             "take the tensor through __dlpack__(stream=...)")
     return 0

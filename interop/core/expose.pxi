@@ -13,7 +13,7 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     if max_version is not None:
         versioned, minor = wanted_version(max_version)
     if dl_device is not None and check_wanted_device(t, dl_device) and d.device_type != kDLCPU:
-        t = for_host(t, stream)      # pinned or managed memory, under the name that was asked for
+        t = for_host(t, None if copy is True else stream)      # pinned or managed memory, under the name that was asked for
         stream = None
         d = t.dl.device
     if copy is not None and copy is not True and copy is not False:
@@ -22,11 +22,11 @@ cdef expose(Tensor t, stream, max_version, dl_device, copy):
     if stream is not None or has_streams(d.device_type):
         wanted = order_export(t, stream)
     source = lend(t, wanted if has_streams(d.device_type) else stream)     # -1 waits for nothing, and is refused all the same while
-    if outlasts(d, t.stream, wanted):                                      # somebody writes
-        source = used_on(source, wanted)
+    if outlasts(d, t.freed, wanted):                                       # somebody writes
+        source = used_on(source, wanted, None)
     flags = t.flags & (DL_READ_ONLY | DL_SUBBYTE_PADDED)
     if copy is True:
-        source = packed(&t.dl, t.flags, "interop", "capsule", "copy=True was asked for", None)
+        source = repacked(t, "interop", "capsule", "copy=True was asked for", None)
         flags = (source.flags & DL_SUBBYTE_PADDED) | DL_IS_COPIED
     if flags & DL_SUBBYTE_PADDED and source.dl.dtype.bits < 8 and (not versioned or minor < 1):
         raise ExchangeError("padded sub-byte elements leave with a flag that DLPack has since 1.1",
@@ -109,7 +109,7 @@ cdef Tensor for_host(Tensor t, stream):
     elif number is not None and number != -1:
         raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "pass None or -1")
     t = labelled(t, _CPU.dl)
-    t.stream = STREAM_NONE
+    t.stream = t.freed = STREAM_NONE
     return t
 
 

@@ -141,20 +141,22 @@ def ledger_size():
 _up_conflict = None              # leases.conflict(tensor, object): raises LeaseError naming the holder
 _up_ready = None                 # points.make_ready(entries, device, stream): waits for, or orders behind, pending writes
 _up_map = None                   # leases.map_tensor(tensor, access, copy)
-_up_move = None                  # transfer.move(tensor, place): a Tensor there, copied
+_up_move = None                  # transfer.move(tensor, place, source, target, reason, remedy, stream): a Tensor there, copied
 _up_native = None                # native.capsule_of(tensor, max_version)
 _up_export = None                # memory.export(allocation, kind)
 _up_exports = None               # memory.exports_of(allocation): kinds that somebody else's memory can be exported as
 _up_import = None                # memory.import_pages(tensor, device): host memory as the memory of a device, the same bytes
+_up_host_view = None             # memory.host_view(tensor): a Tensor of the host over the same bytes, or None
 _up_copies = None                # registry.copies(device): whether an adapter copies memory of that device
-_up_copyto = None                # transfer.copyto(dst, src, stream)
+_up_copyto = None                # transfer.copy_on(dst, src, stream): into a framework's fresh array
 
 
-def set_upward(*, conflict, ready, map, move, native, export, exports, pages, copies, copyto):
+def set_upward(*, conflict, ready, map, move, native, export, exports, pages, host_view, copies, copyto):
     """The functions that the layer above fills in, once."""
-    global _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export, _up_exports, _up_import, _up_copies, _up_copyto
+    global _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export
+    global _up_exports, _up_import, _up_host_view, _up_copies, _up_copyto
     _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export = conflict, ready, map, move, native, export
-    _up_exports, _up_import, _up_copies, _up_copyto = exports, pages, copies, copyto
+    _up_exports, _up_import, _up_host_view, _up_copies, _up_copyto = exports, pages, host_view, copies, copyto
 
 
 cdef extern from *:
@@ -249,7 +251,8 @@ cdef object known_allocation(DLTensor* d):
 cdef int place_range(DLTensor* d, PyObject* alloc, uint64_t* space, int64_t* lo, int64_t* hi) except -1:
     # From "relative to data" to a range in the space that all views, imports and aliases of the bytes share.
     cdef int64_t shift
-    if alloc != NULL and ((<Allocation>alloc).space or not addressable(d.device.device_type)):
+    if alloc != NULL and ((<Allocation>alloc).space or (<Allocation>alloc).imported or not addressable(d.device.device_type)):
+        # also an import that is mapped elsewhere than its root: the root's bytes are what counts
         space[0] = (<Allocation>alloc).space
         shift = (<Allocation>alloc).origin
         if addressable(d.device.device_type):

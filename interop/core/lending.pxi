@@ -33,6 +33,7 @@ cdef copy_view(Tensor out, Tensor t):
     take_dims(out, t.dl.ndim, t.dl.shape, t.dl.strides)
     out.flags = t.flags
     out.stream = t.stream
+    out.freed = t.freed
     out.alloc = t.alloc
 
 

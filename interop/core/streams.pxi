@@ -67,7 +67,8 @@ cdef int64_t own_stream(DLDevice d) except? -2:
     """interop's own stream on a device; the default one where no driver makes streams."""
     if d.device_type == kDLROCM or _cuda_own_stream is None:
         return default_stream(d.device_type)
-    return _cuda_own_stream(d.device_id)
+    made = _cuda_own_stream(d.device_id)
+    return default_stream(d.device_type) if made is None else made
 
 
 cdef int64_t table_stream(DLPackExchangeAPI* table, DLDevice d) except? -2:
@@ -87,12 +88,15 @@ cdef int64_t adapter_stream(stream_function now, current_stream, DLDevice d) exc
     cdef int64_t address
     if now != NULL:
         address = now()
+        if not address and PyErr_Occurred() != NULL:
+            reraise()
         return address if address else default_stream(d.device_type)
-    number = current_stream(device_of(d))
-    if PyLong_CheckExact(number) and number > 0:
-        return number
-    number = stream_number(number, d.device_type)
-    return default_stream(d.device_type) if number is None else number
+    number = stream_number(current_stream(device_of(d)), d.device_type)
+    if number is None:
+        return default_stream(d.device_type)
+    if number < 0:
+        raise ValueError(f"an adapter's current_stream gave {number}: it must be a stream, as the array API numbers them")
+    return number
 
 
 cdef int64_t framework_stream(Target g, DLDevice d) except? -2:
@@ -149,10 +153,16 @@ cdef settle_stream(Tensor t, stream):
     number = stream_number(stream, t.dl.device.device_type)
     if has_streams(t.dl.device.device_type):
         order_streams(&t.dl, t.stream, number)
-        if number != -1:
+        if number != -1 and number != t.stream:
             t.stream = number
     elif number is not None and number != -1:
         raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "leave stream out")
+
+
+def finish_on_host(Tensor t not None):
+    """Work that is pending on memory which the host reads too is over when this returns."""
+    if t.stream != STREAM_NONE:
+        finish_for_host(&t.dl, t.stream)
 
 
 def ready_on(Tensor t not None, stream):
@@ -186,50 +196,75 @@ cdef class _StreamUse:
     """Keeps memory for a consumer whose stream is not the one in whose order it is freed.
 
     When the consumer lets go, what its stream was given may still run; the memory then waits for that, and for nothing else (field
-    report B33). Equal streams need none of this: whoever frees does it in the order of that stream.
+    report B33). Where the two are one stream none of this is needed: whoever frees does it in the order of that stream.
     """
     cdef object memory
+    cdef object holder           # the framework's own object for the stream, which keeps that from being destroyed
     cdef int64_t stream
+    cdef int64_t nbytes
     cdef int32_t device
     cdef unsigned int generation
 
-    def __del__(self):
+    def __dealloc__(self):
+        # In tp_dealloc and not in a finalizer, which the collector may run while somebody in the same cycle still uses the memory
         cdef _StreamUse again
         if self.memory is None:
             return
-        memory, self.memory = self.memory, None
         if interop_finalizing() or self.generation != interop_generation:
-            Py_INCREF(memory)    # the parent's, or too late for anybody's driver: leaks on purpose
+            Py_INCREF(self.memory)       # the parent's, or too late for anybody's driver: leaks on purpose
         elif interop_foreign_thread:
             # a thread that Python does not know may be a driver's callback, in which no driver is called
-            again = stream_use(memory, self.device, self.stream)
+            again = stream_use(self.memory, self.holder, self.device, self.stream, self.nbytes)
             Py_INCREF(again)
             interop_retire(<PyObject*>again)
         else:
             try:
-                _cuda_keep(self.device, self.stream, memory)
+                _cuda_keep(self.device, self.stream, self.nbytes, (self.memory, self.holder))
             except BaseException as e:
                 _report(e)
 
 
-cdef _StreamUse stream_use(memory, int32_t device, int64_t stream):
+@cython.no_gc_clear
+@cython.final
+@cython.internal
+cdef class _WithStream:
+    """Memory, and the framework's own object for the stream that is pending on it."""
+    cdef object memory
+    cdef object holder
+
+
+cdef _StreamUse stream_use(memory, holder, int32_t device, int64_t stream, int64_t nbytes):
     cdef _StreamUse use = _StreamUse.__new__(_StreamUse)
     use.memory = memory
+    use.holder = holder
     use.device = device
     use.stream = stream
+    use.nbytes = nbytes
     use.generation = interop_generation
     return use
 
 
-cdef inline bint outlasts(DLDevice d, int64_t pending, int64_t wanted) noexcept:
-    """Whether memory that is freed in the order of `pending` may be freed while a consumer's work on `wanted` still uses it."""
-    return wanted != pending and wanted >= 0 and _cuda_keep is not None and \
+cdef inline bint outlasts(DLDevice d, int64_t freed, int64_t wanted) noexcept:
+    """Whether memory that is freed in the order of `freed` may be freed while a consumer's work on `wanted` still uses it."""
+    return wanted != freed and wanted >= 0 and _cuda_keep is not None and \
         (d.device_type == kDLCUDA or d.device_type == kDLCUDAManaged)
 
 
-cdef Tensor used_on(Tensor t, int64_t wanted):
+cdef object stream_holder(Target g, DLDevice d):
+    """What keeps the current stream of the target's framework from being destroyed; None where its streams live for ever."""
+    if g is None or g.current_stream is None:
+        return None
+    stream = g.current_stream(device_of(d))
+    return None if PyLong_CheckExact(stream) else stream
+
+
+cdef Tensor used_on(Tensor t, int64_t wanted, holder):
     """The same view for a consumer that uses it on `wanted`: ready there already, and kept until that stream is done with it."""
-    cdef Tensor out = blank_object_tensor(stream_use(t, t.dl.device.device_id, wanted))
+    cdef Tensor out = blank_object_tensor(stream_use(t, holder, t.dl.device.device_id, wanted, bytes_of_tensor(t)))
     copy_view(out, t)
-    out.stream = wanted
+    out.stream = out.freed = wanted
     return out
+
+
+cdef inline int64_t bytes_of_tensor(Tensor t):
+    return bytes_of(t.dl.dtype, count(t.dl.ndim, t.dl.shape), t.flags)

@@ -46,7 +46,8 @@ cdef class Tensor:
     cdef PyObject* held          # strong: an ndarray, or the root Tensor of a view. NULL where `managed` or a subclass owns
     cdef void* managed
     cdef int owns
-    cdef int64_t stream
+    cdef int64_t stream          # whose work is pending: it is ready on this one
+    cdef int64_t freed           # in whose order the memory is freed when its owner lets go; STREAM_NONE: nobody said
     cdef PyObject* alloc         # the Allocation below, kept alive by what this tensor holds; NULL: memory of somebody else
     cdef int64_t dims[2 * INLINE_DIMS]
     cdef object __weakref__
@@ -365,8 +366,11 @@ cdef inline Tensor blank_tensor():
         t.owns = OWNS_NOTHING
         t.alloc = NULL
         t.flags = 0
+        t.freed = STREAM_NONE
         return t
-    return Tensor.__new__(Tensor)
+    t = Tensor.__new__(Tensor)
+    t.freed = STREAM_NONE
+    return t
 
 
 cdef inline _ObjectTensor blank_object_tensor(object keep):
@@ -380,10 +384,12 @@ cdef inline _ObjectTensor blank_object_tensor(object keep):
         t.dl.ndim = 0
         t.alloc = NULL
         t.flags = 0
+        t.freed = STREAM_NONE
         t.keep = keep
         PyObject_GC_Track(<PyObject*>t)
         return t
     t = _ObjectTensor.__new__(_ObjectTensor)
+    t.freed = STREAM_NONE
     t.keep = keep
     return t
 
@@ -471,6 +477,7 @@ cdef owner_name(Tensor t):
 
 
 cdef class _StreamUse            # in streams.pxi
+cdef class _WithStream
 
 
 cdef owner_of(Tensor t):
@@ -486,6 +493,8 @@ cdef owner_of(Tensor t):
         return None
     if isinstance(owner, _StreamUse):
         owner = (<_StreamUse>owner).memory
+    elif isinstance(owner, _WithStream):
+        owner = (<_WithStream>owner).memory
     return owner_of(<Tensor>owner) if isinstance(owner, Tensor) else owner
 
 
@@ -607,5 +616,6 @@ cdef Tensor like_view(Tensor base):
     t.dl.strides = NULL
     t.flags = base.flags
     t.stream = base.stream
+    t.freed = base.freed
     t.alloc = base.alloc
     return t

@@ -98,7 +98,7 @@ cdef class Target:
             self.alignment = limits.alignment
             for d in limits.devices or ():
                 self.devices |= <uint32_t>1 << <int>d
-        self.imports_pages = self.devices >> kDLCUDA & 1 and not self.devices >> kDLCPU & 1 and hasattr(adapter, "home")
+        self.imports_pages = self.devices >> kDLCUDA & 1 and not self.devices >> kDLCPU & 1 and getattr(adapter, "home", None) is not None
         if kind == TO_ADAPTER and adapter.device and self.devices >> kDLExtDev & 1:
             self.own_device = adapter.device
 
