@@ -42,6 +42,12 @@ def jnp():
     return jax.numpy
 
 
+@pytest.fixture(autouse=True)
+def first_gpu():
+    """JAX, when it starts on two GPUs, leaves the second one current."""
+    torch.cuda.set_device(0)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def warm():
     """What each reader and writer compiles at its first call would be all the time that a slow kernel takes."""
@@ -118,14 +124,15 @@ READERS = {"torch": torch_reads, "cupy": cupy_reads, "jax": jax_reads}
 def test_a_reader_on_another_stream_waits_for_a_slow_writer(writer, reader, side, through, jnp):
     """SPEC X-STREAM-3, X-STREAM-4: without the order the reader sees zeros."""
     with WRITERS[writer](side) as x:
-        t = interop.as_tensor(x) if through == "Tensor" else x
-        seen = (READERS[reader](t))
+        # the same framework on both sides gets its own object back, whose order is its own business
+        t = interop.as_tensor(x) if through == "Tensor" or writer == reader else x
+        seen = READERS[reader](t)
     assert seen == (2, 2)
 
 
 def test_the_proof_fails_without_the_order(monkeypatch):
     """The mutant of the test above: what it sees when nobody orders the streams."""
-    monkeypatch.setattr(cuda.ADAPTER.streams, "order", lambda *a: None)
+    monkeypatch.setattr(cuda.ADAPTER, "order", lambda *a: None)
     with torch_writes(True) as x:
         assert cupy_reads(x) != (2, 2)
 
