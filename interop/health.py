@@ -27,7 +27,7 @@ def doctor() -> int:
         ["python", "yes", platform.python_version(), f"{platform.python_implementation()} on {platform.system()} {platform.machine()}"],
         ["interop", "yes", __version__, f"compiled core in {Path(__file__).parent}"],
         ["numpy", "yes", metadata.version("numpy"), "the one dependency"],
-        *(_row(name, "adapter", _remedy(name)) for name in registry.names() if name not in ("interop", "numpy")),
+        *(_adapter_row(name) for name in registry.names() if name not in ("interop", "numpy")),
         *(_row(*c) for c in _COMPANIONS),
     ]
     strangers = [*foreign()]
@@ -36,6 +36,13 @@ def doctor() -> int:
         notes.append(f"INTEROP_COPY_GUARD={mode}: every copy in this process is seen")
     tables.show("interop doctor", ["what", "here", "version", "remark"], rows, notes)
     return 1 if strangers else 0
+
+
+def _adapter_row(name: str) -> list[str]:
+    says, missing = registry.missing(name)
+    if not says:
+        return _row(name, "adapter", _remedy(name))
+    return [name, "missing" if missing else "yes", "", f"adapter; {missing}" if missing else "adapter"]
 
 
 def _row(module: str, purpose: str, install: str) -> list[str]:

@@ -377,7 +377,7 @@ def host_view(t: Tensor) -> Tensor | None:
     if not isinstance(address, int) or not 0 < address < 2**57:
         raise TypeError(f"adapter {adapter.name}: host_view returned {address!r}, not an address of the host")
     pages = Allocation(address, a.nbytes, (1, 0), owner=a, root=a, readonly=a.readonly, lent=True, dies_at_fork=True)
-    out = pages.tensor(t.shape, "uint8" if t.padded else t.dtype, strides=t.strides, byte_offset=t.byte_offset, readonly=t.readonly)
+    out = pages.tensor(t.shape, "uint8" if t.padded else t.dtype, strides=t.strides, byte_offset=_core.offset_in(t), readonly=t.readonly)
     return _core.as_padded(out, t.dtype) if t.padded else out
 
 
@@ -477,7 +477,7 @@ def wrap(handle: Any, nbytes: int, *, device: Any, owner: Any, on_release: Any =
             return _wrap_memfd(handle, nbytes, owner, on_release, readonly)
         imported = import_handle(handle, device)
         return Allocation(imported.handle, nbytes, imported.device, owner=_Both(imported, owner), on_release=on_release,  # type: ignore[arg-type]
-                          context=imported.context, adapter=imported.adapter, readonly=readonly, root=imported)
+                          context=imported.context, adapter=imported.adapter, readonly=readonly, root=imported, skip=imported.skip)
     if isinstance(handle, bool) or not hasattr(handle, "__index__"):
         raise TypeError(f"handle {handle!r}: an address or native handle as int, or an ExternalHandle")
     value = handle.__index__()

@@ -106,7 +106,8 @@ def fields_of(allocation: Allocation) -> dict[str, Any]:
     if allocation.readonly:
         flags |= {"readonly"}
     device_type, device_id = allocation.device
-    fields.update(device_type=device_type, device_id=device_id, flags=flags, handle=allocation.handle, nbytes=allocation.nbytes)
+    fields.update(device_type=device_type, device_id=device_id, flags=flags, handle=allocation.handle,
+                  nbytes=allocation.nbytes + allocation.skip)
     return fields
 
 

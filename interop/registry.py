@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
 _by_device: dict[str, Any] = {}
-_SHIPPED = ("torch", "jax", "tvm_ffi", "cupy", "cuda")
+_SHIPPED = ("torch", "jax", "tvm_ffi", "cupy", "cuda", "vulkan")
 _READS = ("adapter", "dlpack", "buffer", "table", "attributes")
 _plugins_loaded = False
 
@@ -153,12 +153,21 @@ def names() -> list[str]:
 
 
 def installed(name: str) -> bool:
-    """Whether the framework behind an adapter can be imported. Does not import it."""
+    """Whether the framework behind an adapter can be imported, or its driver is here. Imports and opens nothing."""
     if name in ("interop", "numpy"):
         return True
     adapter = _by_name.get(name)
+    says, lacks = missing(name)
+    if says:
+        return lacks is None
     module = name if adapter is None else adapter.module or adapter.name
     return _findable(module)
+
+
+def missing(name: str) -> tuple[bool, str | None]:
+    """``(says, what)``: whether an adapter knows what it takes beside modules, and what of that is not here."""
+    adapter = _by_name.get(name)
+    return (True, adapter.missing()) if adapter is not None and adapter.can("missing") else (False, None)
 
 
 def load_plugins() -> bool:
@@ -238,7 +247,10 @@ def _resolve_name(name: str) -> Any:
 
 
 def _findable(name: str) -> bool:
-    return name in sys.modules or importlib.util.find_spec(name) is not None
+    try:
+        return name in sys.modules or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:         # a package above it
+        return False
 
 
 def _resolve_module(module: ModuleType) -> Any:

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from interop import _core
-from interop.adapters import cuda
+from interop.adapters import cuda, vulkan
+from interop.contract import ExchangeError
 
 # A shell that starts us in the background has SIGINT ignored, and Python then raises no KeyboardInterrupt: some tests are about it
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -28,6 +29,18 @@ def no_cuda_driver(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     cuda.ADAPTER._usable = usable
     _core.set_cuda_ops(cuda.ADAPTER)
+
+
+@pytest.fixture(autouse=True)
+def no_vulkan_driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``vulkan:0`` opens a driver only in the tests that are about it: elsewhere it is a device that nobody serves."""
+    if request.path.name.startswith("test_vulkan") or request.node.get_closest_marker("gpu") is not None:
+        return
+
+    def context(place: Any) -> Any:
+        raise ExchangeError(f"{place}: no Vulkan driver for this test")
+
+    monkeypatch.setattr(vulkan.ADAPTER, "context", context)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,6 +15,8 @@ EXAMPLES = {
     "camera_ring.py": "copies = 0, wrong = 0",
     "camera_ring.py numpy": "into numpy: copies = 0, wrong = 0",
     "share_with_process.py": "bytes written there and read here: right",
+    "vulkan_to_torch.py": "right, copies = 0",
+    "renderer_to_torch.py": "copies = 0, wrong = 0",
     "my_adapter.py": "same handle: True; maps open: 0",
 }
 

@@ -122,8 +122,8 @@ def test_more_than_the_device_has(gpu: Context) -> None:
 
 
 # ---- copies ----
-@pytest.mark.parametrize("name", ["R8_UNORM", "R8G8_UINT", "R8G8B8A8_SNORM", "B8G8R8A8_UNORM", "R16_SFLOAT", "R16G16B16A16_UINT", "R32_SINT",
-                                  "R32G32B32A32_SFLOAT"])
+@pytest.mark.parametrize("name", ["R8_UNORM", "R8G8_UINT", "R8G8B8A8_SNORM", "B8G8R8A8_UNORM", "R16_SFLOAT", "R16G16B16A16_UINT",
+                                  "R32_SINT", "R32G32B32A32_SFLOAT", "B8G8R8A8_SRGB"])
 def test_the_host_and_an_image(gpu: Context, name: str) -> None:
     """SPEC V-IMAGE-COPY"""
     t = images.image(gpu, (13, 7), getattr(vk, f"VK_FORMAT_{name}"))

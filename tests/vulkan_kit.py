@@ -24,7 +24,10 @@ from interop.contract import Adapter, ExchangeError
 
 LAYER = "VK_LAYER_KHRONOS_validation"
 #: Message ids, or parts of them, that the layers of Debian 12 (1.3.239) say of correct programs -> why they are wrong.
-FALSE_POSITIVES: dict[str, str] = {}
+FALSE_POSITIVES: dict[str, str] = {
+    # it times out in vkWaitSemaphores itself, which another thread's wait or a slow machine brings about, and blames the semaphore
+    "UNASSIGNED-VkSemaphore-state-timeout": "said where its own bookkeeping of a timeline is behind the driver's",
+}
 
 _ERROR, _WARNING = vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT, vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT
 

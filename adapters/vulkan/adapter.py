@@ -53,6 +53,12 @@ class VulkanAdapter(Adapter):
                 found = self.contexts[device.id] = Context.open(device.id)
             return found
 
+    def missing(self) -> str | None:
+        """The loader, where there is none. Loads it, and looks for no driver."""
+        from . import loader
+
+        return loader.missing()
+
     # ---- memory ----
     def limits(self, place: Any) -> Limits:
         """What a Context imports and exports."""

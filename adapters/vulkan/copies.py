@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from interop.contract import ExchangeError, Point, keep_until
+from interop.contract import ExchangeError, Point
 
 from ..cuda.host import host_move
 from ..cuda.layout import Move, plan
@@ -66,6 +66,7 @@ def copy(dst: Tensor, src: Tensor, stream: Any) -> Point | Any:
         return NotImplemented
     to, source = sides
     context = context_of(to, source)
+    ring.sweep(context)
     queue = queue_of(context, stream)
     if all(b is None or _by_host(b, b is to) for b in (to, source)) and (
             to is None or source is None or not _can_copy(source, to) or _is_scattered(dst, src)):
@@ -276,8 +277,8 @@ def _within(queue: Queue, to: Buffer, source: Buffer, dst: Tensor, src: Tensor) 
         commands.between(queue.context.vk, buffer)
         copy_buffer(queue, buffer, to.handle, scratch.handle, move.scatter(0))
 
-    done = submit(queue, twice)
-    keep_until(done, scratch)
+    done = scratch.busy = submit(queue, twice)
+    ring.keep(queue.context, done, scratch)
     return done
 
 

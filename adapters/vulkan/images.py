@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from interop.contract import ExchangeError, Point, keep_until, opaque_tensor
+from interop.contract import ExchangeError, Point, opaque_tensor
 
 from ..cuda.layout import Move, plan
 from . import api as vk
@@ -377,8 +377,8 @@ def _with_buffer(queue: Queue, image: Image, buffer: Buffer, t: Tensor, writes: 
             between(queue.context.vk, commands)
             copies.copy_buffer(queue, commands, buffer.handle, scratch.handle, move)
 
-    done = copies.submit(queue, twice)
-    keep_until(done, scratch)
+    done = scratch.busy = copies.submit(queue, twice)
+    ring.keep(queue.context, done, scratch)
     return done
 
 

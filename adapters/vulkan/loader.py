@@ -151,13 +151,13 @@ def _library() -> Any:
         return _loaded[0]
 
 
-def available() -> bool:
-    """Whether there is a loader. Loads it; says nothing of drivers."""
+def missing() -> str | None:
+    """Why there is no loader; None: there is. Loads it; says nothing of drivers."""
     try:
         _library()
-    except ExchangeError:
-        return False
-    return True
+    except ExchangeError as e:
+        return str(e)
+    return None
 
 
 def enumerate_all(function: Callable[..., Any], item: Any, *first: Any) -> list[Any]:

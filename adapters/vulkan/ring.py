@@ -5,6 +5,7 @@ Where the host sees the memory itself nothing passes through here (measured.md I
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import threading
@@ -31,6 +32,9 @@ _USAGE = vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT | vk.VK_BUFFER_USAGE_TRANSFER_DST_B
 # coherent memory that the host sees is on every device (Vulkan, Device Memory Properties); cached, where there is a choice
 _COHERENT = vk.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT | vk.VK_MEMORY_PROPERTY_HOST_COHERENT_BIT
 _VISIBLE = (_COHERENT | vk.VK_MEMORY_PROPERTY_HOST_CACHED_BIT, _COHERENT)
+
+
+_NOBODY: deque[tuple[Point, Any]] = deque()
 
 
 class Scratch:
@@ -67,9 +71,9 @@ class Scratch:
         self._key = context.own(functools.partial(_destroy, t, device, self.handle, below))
 
     def __del__(self) -> None:
-        """Called where no queue uses it any more: whoever submits keeps it until then."""
+        """Gone where no queue uses it any more; else its Context destroys it when it closes."""
         context = getattr(self, "_context", None)
-        if context is not None and self._key:
+        if context is not None and self._key and (self.busy is None or self.busy.done()):
             context.release(self._key)
 
 
@@ -128,6 +132,23 @@ class Ring:
     def give(self, chunk: Scratch) -> None:
         """Take a chunk back; it is used again when it is not `busy` any more."""
         self._free.append(chunk)
+
+
+def keep(context: Context, until: Point, thing: Any) -> None:
+    """Hold `thing` until a Point is done and `sweep` comes by, or the Context closes.
+
+    Not `contract.keep_until`, which lets go on a thread of its own: that could destroy what it holds while the device goes.
+    """
+    sweep(context)
+    vars(context).setdefault("_kept", deque()).append((until, thing))
+
+
+def sweep(context: Context) -> None:
+    """Let go of what was kept and is not used any more. Never blocks."""
+    kept: deque[tuple[Point, Any]] = vars(context).get("_kept", _NOBODY)
+    with contextlib.suppress(IndexError):           # another thread took the last
+        while kept and kept[0][0].done():
+            kept.popleft()
 
 
 def of(context: Context) -> Ring:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import interop
-from interop.contract import ExchangeError, Point, keep_until, point
+from interop.contract import ExchangeError, Point, point
 
 from . import api as vk
-from . import commands, copies, handles, memory
+from . import commands, copies, handles, memory, ring
 from .buffers import native
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class Shader:
             ValueError: no SPIR-V, or more push constants than the device has. VulkanError: the driver refuses.
         """
         context.check()
+        ring.sweep(context)
         self.bindings = _declared(spirv) if bindings is None else bindings
         most = int(context.limits.maxPushConstantsSize)
         if push_constants % 4 or not 0 <= push_constants <= most:
@@ -119,7 +120,7 @@ class Shader:
                         t.vkCmdDispatch(buffer, x, y, z)
                         copies.after(t, buffer)
 
-                    done = queue.run(record, waits=[*(lease.after for lease in leases), *waits])
+                    done = made.last[queue.handle] = queue.run(record, waits=[*(lease.after for lease in leases), *waits])
                 finally:
                     self._flying.append((done, chosen))
         finally:
@@ -156,10 +157,10 @@ class Shader:
         self.context.vk.vkUpdateDescriptorSets(self.context.device_handle, 1, (vk.VkWriteDescriptorSet * 1)(write), 0, None)
 
     def __del__(self) -> None:
-        """The pipeline goes when the last dispatch is done."""
+        """The pipeline goes when the last dispatches are done."""
         for done, _ in getattr(self, "_flying", ()):
-            if not done.done():
-                keep_until(done, self._made)
+            if not done.done() and self.context.alive:
+                ring.keep(self.context, done, self._made)
 
     def __repr__(self) -> str:
         return f"<Shader of {self.bindings} buffers on {self.context.device}>"
@@ -168,12 +169,13 @@ class Shader:
 class _Made:
     """The Vulkan objects of a Shader. They go when nobody holds this, or with the Context."""
 
-    __slots__ = ("__weakref__", "_bindings", "_context", "_key", "_objects", "layout", "pipeline", "sets_layout")
+    __slots__ = ("__weakref__", "_bindings", "_context", "_key", "_objects", "last", "layout", "pipeline", "sets_layout")
 
     def __init__(self, context: Context, spirv: bytes, entry: str, bindings: int, push: int, constants: Mapping[int, Any]) -> None:
         self._context, self._bindings = context, bindings
         t, device = context.vk, context.device_handle
         self._objects: list[tuple[str, int]] = []
+        self.last: dict[int, Point] = {}                # VkQueue -> its newest dispatch
         self._key = context.own(functools.partial(_destroy, t, device, self._objects))
         try:
             slots = [vk.VkDescriptorSetLayoutBinding(binding=i, descriptorType=_STORAGE, descriptorCount=1,
@@ -227,8 +229,8 @@ class _Made:
         return list(out)
 
     def __del__(self) -> None:
-        """Called when no dispatch is on its way."""
-        if getattr(self, "_key", 0):
+        """Gone where no dispatch is on its way; else its Context destroys them when it closes."""
+        if getattr(self, "_key", 0) and all([p.done() for p in self.last.values()]):
             self._context.release(self._key)
 
 

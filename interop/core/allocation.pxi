@@ -18,6 +18,7 @@ cdef class Allocation:
     cdef frozenset kinds                 # of ExternalHandle that export() makes; None: of others' memory, not asked yet
     cdef readonly dict imports           # what other Contexts made of these bytes; released before the root
     cdef readonly bint readonly
+    cdef readonly object skip            # int: where in what the handle names these bytes begin
     cdef readonly object atom            # int: bytes that the host and the device can only exchange together; leases are of whole ones
     cdef readonly object adapter         # who maps, copies and exports it; None: plain host memory
     cdef object on_release
@@ -39,17 +40,22 @@ cdef class Allocation:
         self.closed = True       # until it is one: what cannot be made releases nothing
 
     def __init__(self, uint64_t value, nbytes, device, *, owner=None, on_release=None, context=None, adapter=None, alignment=None,
-                 readonly=False, traits=(), exports=(), Allocation root=None, root_offset=0, lent=False, dies_at_fork=False, atom=1):
+                 readonly=False, traits=(), exports=(), Allocation root=None, root_offset=0, lent=False, dies_at_fork=False, atom=1,
+                 skip=0):
         """`root`: the Allocation whose bytes this one is an import of; they share leases and Points, `root_offset` bytes in. `lent`:
         while this one lives, the root cannot be closed. `dies_at_fork`: a child must not touch it. `atom`: the bytes that
-        the host and the device exchange together at least (Vulkan's nonCoherentAtomSize where memory is not coherent).
+        the host and the device exchange together at least (Vulkan's nonCoherentAtomSize where memory is not coherent). `skip`: the
+        bytes begin so far into what the handle names, which could not be made to begin with them; tensors' byte_offset counts it.
         """
         global _next_space
         self.dl = get_device(device).dl
         if not 0 <= nbytes < 2**63:
             raise ValueError(f"nbytes {nbytes}: must be from 0 to 2**63 - 1")
+        if skip and (addressable(self.dl.device_type) or not 0 < skip < 2**63 - nbytes):
+            raise ValueError(f"skip {skip}: bytes from the beginning of a handle, not negative")
         self.nbytes = nbytes
         self.value = value
+        self.skip = skip
         self.owner = owner
         self.on_release = on_release
         self.context = context
@@ -69,7 +75,7 @@ cdef class Allocation:
             if root_offset < 0 or root_offset + nbytes > root.nbytes:
                 raise ValueError(f"an import of {nbytes} bytes at {root_offset} does not lie in its root of {root.nbytes} bytes")
             self.space = root.space      # 0, also for a handle, where the root is ranked by its addresses
-            self.origin = root.origin + root_offset
+            self.origin = root.origin + root.skip + root_offset - skip       # of what the handle names
             if lent:
                 self.lender = root
                 root.lent += 1
@@ -147,7 +153,8 @@ cdef class Allocation:
 
     def span(self):
         """``(space, lo, hi)`` of the whole allocation."""
-        return self.space, self.origin, min(self.origin + self.nbytes, 2**63 - 1)
+        lo = self.origin + self.skip
+        return self.space, lo, min(lo + self.nbytes, 2**63 - 1)
 
     def close(self):
         """Give the memory back now. Idempotent.
@@ -263,7 +270,7 @@ cdef Tensor allocation_view(Allocation a, shape, Device device, DType dtype, str
     if not is_empty(n, dims) and (first < 0 or last > a.nbytes):
         raise ValueError(f"shape {extents} of {dtype} at byte {offset} touches bytes {first} to {last} "
                          f"of an allocation of {a.nbytes} bytes")
-    d.byte_offset = offset
+    d.byte_offset = offset + a.skip
     if addressable(a.dl.device_type) and (a.value + <uint64_t>offset) % <uint64_t>component_bytes(dtype.dl) and not is_empty(n, dims):
         raise ValueError(f"byte_offset {offset}: the first {dtype} would lie at {a.value + <uint64_t>offset:#x}, "
                          f"not a multiple of {component_bytes(dtype.dl)} bytes")

@@ -76,7 +76,7 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
 
 
 cdef object copying_stream(stream, Device here, Device there):
-    """The number of the stream that a copy shall run on; None: whoever copies chooses. With -1 the order is the caller's, not the stream."""
+    """The number of the stream that a copy runs on; None: whoever copies chooses. With -1 the order is the caller's, not the stream."""
     cdef Device d = there if has_streams(there.dl.device_type) else here
     number = stream_number(stream, d.dl.device_type)
     if number is not None and number != -1 and not has_streams(d.dl.device_type):
@@ -102,7 +102,10 @@ cdef Tensor imported_at(Tensor t, Device wanted, place, str what):
     if not host_accessible(t.dl.device.device_type) or t.dl.device.device_type == kDLCUDAManaged or not _up_copies(wanted):
         raise ExchangeError(f"{what}: that takes a copy, which copy=False forbids", "leave copy out")
     may_read(&t.dl, t.flags, t.alloc, None)
-    return _up_import(t, place)
+    try:
+        return _up_import(t, place)
+    except ExchangeError as e:
+        raise ExchangeError(f"{what}, copy=False forbids a copy, and in place it cannot be had there: {e.reason}", e.remedy) from e
 
 
 cdef bint is_there(x, TypeRecord r, Target g, Device wanted, readonly) except -1:

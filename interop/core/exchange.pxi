@@ -41,8 +41,7 @@ cdef int table_to_py(DLManagedTensorVersioned* m, void** out) except -1:
     cdef Tensor t = blank_tensor()
     out[0] = NULL
     adopt(t, m)
-    if has_streams(t.dl.device.device_type):
-        check_driver(t.dl.device)
+    if has_streams(t.dl.device.device_type) and has_driver(t.dl.device):
         t.stream = own_stream(t.dl.device)       # the caller has made it ready on what current_work_stream gave
     Py_INCREF(t)
     out[0] = <void*>t
@@ -96,8 +95,12 @@ cdef Tensor ready_for_table(Tensor t):
     return used_on(t, own, None) if outlasts(t.dl.device, t.freed, own) else t
 
 
+cdef bint has_driver(DLDevice d) except -1:
+    return _cuda_own_stream is not None and d.device_type != kDLROCM and _cuda_own_stream(d.device_id) is not None
+
+
 cdef int check_driver(DLDevice d) except -1:
-    if _cuda_own_stream is None or d.device_type == kDLROCM or _cuda_own_stream(d.device_id) is None:
+    if not has_driver(d):
         raise ExchangeError(f"memory on {device_of(d)} is ordered by streams, and interop has no driver here to make one of its own",
                             "take the tensor through __dlpack__(stream=...)")
     return 0

@@ -81,8 +81,9 @@ cdef object allocation_of(Tensor t):
     else:
         # the size behind a foreign handle is not known: as far as this view reaches
         known = known_allocation(&root.dl)
-        a = Allocation(<uint64_t><uintptr_t>root.dl.data, max(hi, 0), device_of(root.dl.device), owner=root,
-                       readonly=bool(root.flags & DL_READ_ONLY), root=known if known is not None and hi <= known.nbytes else None,
+        skip = 0 if known is None else known.skip
+        a = Allocation(<uint64_t><uintptr_t>root.dl.data, max(hi - skip, 0), device_of(root.dl.device), owner=root, skip=skip,
+                       readonly=bool(root.flags & DL_READ_ONLY), root=known if known is not None and hi - skip <= known.nbytes else None,
                        context=None if known is None else known.context, adapter=None if known is None else known.adapter)
         if known is None:
             a.space = (<uint64_t>1 << 63) | <uint64_t><uintptr_t>root.dl.data
@@ -109,7 +110,7 @@ def opaque_tensor(Allocation a not None, shape, dtype, str layout not None, int6
         _layouts.append(layout)
     number = _layouts.index(layout)
     t.dl.shape[0] = extents[0]
-    t.dl.byte_offset = byte_offset
+    t.dl.byte_offset = byte_offset + a.skip
     t.dl.strides[0] = size
     t.flags |= OPAQUE | <uint64_t>number << 41
     return t
@@ -141,7 +142,7 @@ def join_root(Allocation a not None, Allocation root not None):
     if a is root or a.lender is not None or a.nbytes > root.nbytes:
         return
     a.space = root.space
-    a.origin = root.origin
+    a.origin = root.origin + root.skip - a.skip
     a.owns_space = False
     a.imported = True
     a.lender = root
@@ -178,7 +179,7 @@ def offset_in(Tensor t not None):
     cdef Allocation a = allocation_of(t)
     if addressable(t.dl.device.device_type):
         return <int64_t>(<uintptr_t>t.dl.data - a.value) + <int64_t>t.dl.byte_offset
-    return t.dl.byte_offset
+    return t.dl.byte_offset - a.skip
 
 
 def raw_view(Tensor t not None):

@@ -418,7 +418,8 @@ def tensor_within(Allocation a not None, Tensor t not None, readonly=False):
         # the offset apart: it may be anything below 2**63, and the sum must not wrap
         d.byte_offset = 0
         byte_range(&d, t.flags, &lo, &hi)
-        if t.dl.byte_offset > <uint64_t>a.nbytes or lo + <int64_t>t.dl.byte_offset < 0 or hi > a.nbytes - <int64_t>t.dl.byte_offset:
+        if t.dl.byte_offset > <uint64_t>(a.nbytes + a.skip) or lo + <int64_t>t.dl.byte_offset < a.skip or \
+                hi > a.nbytes + a.skip - <int64_t>t.dl.byte_offset:
             raise ExchangeError(f"shape {t.shape} of {t.dtype} at byte {t.dl.byte_offset} does not lie in the {a.nbytes} bytes "
                                 "that the side channel says")
     out = over_object((a, t), &t.dl, t.flags | (DL_READ_ONLY if readonly else 0))
