@@ -402,7 +402,7 @@ def test_a_handle_of_another_context_is_refused(fake_open: Open) -> None:
 @pytest.mark.parametrize(("config", "call"), [("discrete", "vkGetSemaphoreCounterValue"), ("discrete", "vkWaitSemaphores"),
                                               ("old", "vkGetFenceStatus"), ("old", "vkWaitForFences")])
 def test_a_driver_that_cannot_say_has_not_finished(fake_open: Open, monkeypatch: pytest.MonkeyPatch, config: str, call: str) -> None:
-    """V-LEAK: a question that fails for want of memory does not end the work, and what that uses stays."""
+    """V-PENDING, V-LEAK: a question that fails for want of memory does not end the work, and what that uses stays."""
     c, f = fake_open(config)
     monkeypatch.setattr(ring, "FORCED", True)
     t = there(c, numbers(64))

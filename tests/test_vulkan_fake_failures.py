@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import mmap
 import struct
 from collections.abc import Callable
@@ -27,6 +29,7 @@ OOM, LOST = {-1, -2, -12, -1000069000, -1000161000}, -4
 SPIRV = struct.pack("<5I", 0x07230203, 0x10000, 0, 1, 0)
 
 
+@functools.cache
 def codes() -> dict[str, list[int]]:
     """Function -> the error codes that it may return (vk.xml)."""
     vulkan_object = pytest.importorskip("vulkan_object")
@@ -37,6 +40,9 @@ def codes() -> dict[str, list[int]]:
         command = registry.commands.get(name)
         if command is not None:
             out[name] = [by_name[e] for e in command.errorCodes or () if by_name.get(e, 0) < 0]
+    del registry, command, vulkan_object
+    gc.collect()
+    gc.freeze()         # each of the many collections below would look at all that is imported by now
     return out
 
 
@@ -144,7 +150,8 @@ def test_every_failing_result_is_a_clear_error_and_leaves_nothing(name: str, fak
                         tried, said, kind = tried + 1, str(e), type(e)
                     if said:
                         assert function in said or vk.RESULTS[code] in said, (function, code, said)
-                        assert code not in OOM or issubclass(kind, MemoryError) or "failed" in said, (function, code, said)
+                        # what the layer above wraps says the code in words
+                        assert code not in OOM or issubclass(kind, MemoryError) or "failed" in said or "in place" in said, said
                     f.failing.clear()
                     c.wait_idle(5)
                 assert not f.violations, (function, code, skip, f.violations[:3])
