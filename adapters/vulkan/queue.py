@@ -14,7 +14,7 @@ from interop.contract import DeviceLostError, ExchangeError, Point
 from . import api as vk
 from . import handles, timeline
 from .commands import Commands, to_host
-from .loader import generation
+from .loader import VulkanError, generation
 from .timeline import Timeline, TimelinePoint
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class FencePoint(Point):
                 c = self._queue.usable()
                 result = c.ok(c.vk.vkGetFenceStatus(c.device_handle, self._fence), "vkGetFenceStatus") if c is not None else vk.VK_SUCCESS
                 self._over = result == vk.VK_SUCCESS
+            except VulkanError:
+                pass                # the driver could not say, for want of memory: the work goes on, and what it uses has to stay
             except (ExchangeError, DeviceLostError) as e:
                 self._error, self._over = e.with_traceback(None), True
         return self._over
@@ -56,6 +58,8 @@ class FencePoint(Point):
             if c is not None:
                 fences = (vk.VkFence * 1)(self._fence)
                 c.ok(c.vk.vkWaitForFences(c.device_handle, 1, fences, vk.VK_TRUE, int(max(seconds, 0) * 1e9)), "vkWaitForFences")
+        except VulkanError:
+            raise                   # to whoever waits; the Point is as pending as it was
         except (ExchangeError, DeviceLostError) as e:
             self._error, self._over = e.with_traceback(None), True
 
@@ -252,7 +256,10 @@ class Queue:
         return len(self._submitted)
 
     def wait_idle(self, timeout: float) -> bool:
-        """Wait until all that interop submitted is done, in slices that let Ctrl-C in; False: it is not, after so many seconds."""
+        """Wait until all that interop submitted is done, in slices that let Ctrl-C in; False: it is not, after so many seconds.
+
+        VulkanError: the driver cannot say, for want of memory.
+        """
         end = time.monotonic() + timeout
         try:
             if self._timeline is not None:
@@ -261,6 +268,8 @@ class Queue:
                 point.wait(max(end - time.monotonic(), 0))
         except TimeoutError:
             return False
+        except VulkanError:
+            raise                               # nobody knows whether it is done
         except (ExchangeError, DeviceLostError):
             pass                                # lost: it never will be otherwise
         self.collect()

@@ -59,7 +59,8 @@ class Scratch:
         try:
             need = memory.need_of(context, self.handle)
             kind = memory.choose(context, need.bits, _VISIBLE if visible else memory.FOR_DEVICE, need.size)
-            below = memory.allocate_memory(context, need.size, kind)
+            alone = [vk.VkMemoryDedicatedAllocateInfo(buffer=self.handle)] if need.dedicated else []
+            below = memory.allocate_memory(context, need.size, kind, *alone)
             memory.bind(context, self.handle, below, 0)
             if visible:
                 out = ctypes.c_void_p()

@@ -12,7 +12,7 @@ from interop.contract import DeviceLostError, ExchangeError, Point
 
 from . import api as vk
 from . import handles
-from .loader import generation
+from .loader import VulkanError, generation
 
 if TYPE_CHECKING:
     from .context import Context
@@ -36,6 +36,8 @@ class TimelinePoint(Point):
             timeline = self.timeline
             try:
                 self._over = self.value <= timeline.reached or self.value <= timeline.ask()
+            except VulkanError:
+                pass                # the driver could not say, for want of memory: the work goes on, and what it uses has to stay
             except (ExchangeError, DeviceLostError) as e:       # nobody can say any more, so nothing is to be waited for
                 self._error, self._over = e.with_traceback(None), True
         return self._over
@@ -43,6 +45,8 @@ class TimelinePoint(Point):
     def _block(self, seconds: float) -> None:
         try:
             self.timeline.block(self.value, seconds)
+        except VulkanError:
+            raise                   # to whoever waits; the Point is as pending as it was
         except (ExchangeError, DeviceLostError) as e:
             self._error, self._over = e.with_traceback(None), True
 
