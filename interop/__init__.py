@@ -34,10 +34,10 @@ from .points import Point
 from .routing import Route, copy_guard
 from .transfer import copyto
 
-_core.set_upward(conflict=leases.conflict, ready=points.make_ready, map=leases.map_tensor, move=transfer.move, native=native.capsule_of,
-                 export=memory.export, exports=memory.exports_of, pages=memory.import_pages, host_view=memory.host_view,
-                 copies=registry.copies,
-                 copyto=transfer.copy_on)
+_core.set_upward(conflict=leases.conflict, ready=points.make_ready, queue=points.check_queue, map=leases.map_tensor, move=transfer.move,
+                 native=native.capsule_of, export=memory.export, exports=memory.exports_of, pages=memory.import_pages,
+                 host_view=memory.host_view,
+                 copies=registry.copies, copyto=transfer.copy_on)
 shutdown.install()
 registry.load_shipped()
 

@@ -190,7 +190,8 @@ class Adapter:
     #   map(allocation, access, first, nbytes) -> Mapped | NotImplemented     so many bytes from there; may come while others are mapped.
     #       A lease maps in place where the Mapped has flush (which may do nothing) or outlives_unmap; else interop stages
     #   copy(dst, src, stream) -> Point | None | NotImplemented     any strides; each side is the host's or its own. None: done
-    #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot
+    #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot. ExchangeError: no such
+    #       queue, also where the Point is done. `stream` is whatever form the API's users have, and the number of ``__dlpack__``
     #   record(place, stream) -> Point                       when what the queue was given so far is done
     #   to_device(x, device) -> object                       the framework's own copy to another device
     #   fresh(t, device) -> object                           an array of the framework's own there, shaped like t, not initialised

@@ -323,9 +323,9 @@ def _enter(lease: Lease, t: Any, access: str) -> None:
     space, lo, hi = _core.byte_span(t)
     a = t.allocation
     if a.atom > 1 and hi > lo:
-        # what is flushed or fetched for these bytes carries their neighbours along
-        _, start, end = a.span()
-        lo, hi = start + (lo - start) // a.atom * a.atom, min(end, start - (start - hi) // a.atom * a.atom)
+        # what is flushed or fetched for these bytes carries their neighbours along; atoms count from the start of the memory object,
+        # which is where the numbers of its root begin (and a page)
+        lo, hi = lo // a.atom * a.atom, -(-hi // a.atom) * a.atom
     hold = _Hold(f"{t.dtype}{list(t.shape)} on {t.device}", access)
     against = _AGAINST[access] if hi > lo else 0
     while True:

@@ -5,6 +5,7 @@ Knows host memory and the contract; no framework and no driver by name.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
@@ -230,7 +231,8 @@ class ExternalHandle:
         if not self.consumed:
             self.consumed = True
             if self.is_fd:
-                os.close(self.value)
+                with contextlib.suppress(OSError):      # closed behind our back: there is nothing left to give back
+                    os.close(self.value)
 
     def _check(self) -> None:
         if self.consumed:
@@ -574,12 +576,12 @@ def _show_pages(a: Allocation, party: Any) -> None:
     """Import the pages once for as long as they live, where that makes every later import cheap."""
     place = None if party == "process" else home_of(party) or context_of(party)[1]
     adapter, where = (None, None) if place is None else place_of(place)
-    if adapter is None or not adapter.can("import_handle") or (str(where) in a.imports):
+    if adapter is None or not adapter.can("import_handle") or where in a.imports:
         return
     need = adapter.importable("host", place=where)
     if need.supported and need.keeps:
         with ExternalHandle("host", a.handle, a.nbytes) as handle:      # no owner: what the root imports does not hold the root
-            a.imports[str(where)] = expect(adapter, "import_handle", adapter.import_handle(handle, place=where), Allocation)
+            a.imports[where] = expect(adapter, "import_handle", adapter.import_handle(handle, place=where), Allocation)
 
 
 def _takes(limits: Any, adapter: Adapter, place: Any) -> bool:
@@ -587,6 +589,11 @@ def _takes(limits: Any, adapter: Adapter, place: Any) -> bool:
     where = place_of(place)[1]
     device = where if isinstance(where, Device) else where.device
     return limits.devices is not None and device.type in limits.devices and device.type != _EXT_DEV
+
+
+def _of_host(limits: Any, here: Any, where: Any) -> bool:
+    """Whether somebody uses memory of the host: such memory of a device is made where the host may touch it at any time."""
+    return (where is None and (limits.devices is None or 1 in limits.devices)) or (here is None and _host_place(where))
 
 
 def _host_place(where: Any) -> bool:
@@ -605,7 +612,8 @@ def _check_parties(parties: list[Any], device: Any, adapter: Any) -> None:
         name = str(party)
         if adapter is not None:
             ok = here is adapter or party == "interop" or bool(adapter.shares & limits.imports) or (
-                where is None and _takes(limits, adapter, device))
+                where is None and _takes(limits, adapter, device)) or (
+                adapter.can("host_view") and _of_host(limits, here, where))
         elif where is None or here is None:     # a framework, or the host itself
             home = home_of(party)
             ok = limits.devices is None or 1 in limits.devices or (home is not None and importable("host", home).supported)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from . import _core
-from .errors import ExchangeError
+from .errors import DeviceLostError, ExchangeError
 
 #: Longest that interop itself waits on the host for somebody's queue before it says so, in seconds.
 HOST_TIMEOUT = 60.0
@@ -367,23 +367,16 @@ def note(tensor: Any, access: str, p: Point) -> None:
         prune(_core.ledger_find(space, lo, hi, _core.READ_POINT | _core.WRITE_POINT))
         _core.ledger_add(space, lo, hi, _core.WRITE_POINT | (_core.DENSE if _is_dense(tensor, lo, hi) else 0), p)
     if p.done() and p.error() is None and not _core.has_allocation(tensor):
-        _core.ledger_strike(p)      # it ended meanwhile, and what strikes it out then has looked already
+        _core.ledger_strike(p, _make_good)      # it ended meanwhile, and what strikes it out then has looked already
 
 
 def prune(entries: list[tuple[int, int, Any]]) -> list[tuple[int, int, Any]]:
     """Strike out entries whose Point is done and did not fail, or whose failure has been overwritten; the others."""
-    left = []
-    for entry in entries:
-        p = entry[2]
+    for id, _, p in entries:
         if p.done() and p.error() is None:
             p._keep = None
-            bounds = _core.ledger_bounds(entry[0])
-            if bounds is not None and bounds[3] & _core.DENSE:
-                _make_good(*bounds[:3], entry[0])       # what was written before and failed
-            _core.ledger_remove(entry[0])
-        else:
-            left.append(entry)
-    return left
+            _core.ledger_strike(p, _make_good, id)
+    return [e for e in entries if not (e[2].done() and e[2].error() is None) and _core.ledger_bounds(e[0]) is not None]
 
 
 def rewritten(tensor: Any) -> None:
@@ -420,7 +413,7 @@ def keep_until(p: Point, *memory: Any) -> None:
 
 def _let_go(p: Point) -> None:
     p._keep = None
-    _core.ledger_strike(p)
+    _core.ledger_strike(p, None if p.error() is not None else _make_good)
 
 
 class After(Point):
@@ -473,26 +466,46 @@ def without_frames(e: BaseException) -> BaseException:
     return out
 
 
-def failed_write(e: BaseException) -> ExchangeError:
-    """What whoever asks for memory is told whose last write failed with `e`."""
+def failed_write(e: BaseException) -> Exception:
+    """What whoever asks for memory is told whose last write failed with `e`. A device that is lost stays one: nothing writes it again."""
+    if isinstance(e, DeviceLostError):
+        return type(e)(f"the last write to this memory was lost with its device: {e}")
     return ExchangeError(f"the last write to this memory failed: {e!r}", "write it again")
 
 
-def make_ready(entries: list[tuple[int, Any]], device: Any, stream: Any) -> None:
+def check_queue(allocation: Any, device: Any, stream: int) -> None:
+    """Called by the core for ``__dlpack__(stream=)`` on a device without numbered streams: ExchangeError where it names no queue of the
+    Context whose memory it is.
+    """
+    context = None if allocation is None else allocation.context
+    if context is None or not context.adapter.can("wait"):
+        raise ExchangeError(f"stream {stream}: memory on {device} has no streams that interop knows", "pass None or -1")
+    context.adapter.wait(context, stream, READY)
+
+
+def make_ready(entries: list[tuple[int, int, Any]], device: Any, stream: Any, allocation: Any = None) -> None:
     """Called by the core when memory with pending writes leaves: ordered on `stream` where that works, else the host waits."""
     if stream is not None and isinstance(stream, int) and stream == -1:
         return
-    for id, p in entries:
-        if p.done():
-            error = p.error()
-            if error is not None:
-                raise failed_write(error) from error
-        elif stream is None or not p.stream_wait(stream):
+
+    def ordered(p: Point) -> bool:
+        if stream is None:
+            return False
+        context = None if allocation is None else allocation.context
+        if context is not None and context.adapter.can("wait"):
+            return bool(context.adapter.wait(context, stream, p))      # a Point of another API would take the queue for a stream of its own
+        return p.stream_wait(stream)
+
+    for _, _, p in entries:
+        if not p.done() and not ordered(p):
             try:
                 p.wait(HOST_TIMEOUT)
             except TimeoutError:
                 raise TimeoutError(f"the last write to this memory on {device} was not finished within {HOST_TIMEOUT} s") from None
             except Exception as e:
-                raise failed_write(e) from e
-        if p.done() and p.error() is None:
-            _core.ledger_remove(id)
+                if not p.done():
+                    raise failed_write(e) from e
+    for _, _, p in prune(entries):      # a later write that is done makes good what failed before it
+        error = p.error() if p.done() else None
+        if error is not None:
+            raise failed_write(error) from error

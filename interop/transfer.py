@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
@@ -86,8 +86,9 @@ def _hold(t: Any, kind: int, against: int, own: int) -> int:
 def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any] | None) -> Point:
     """Ordered after what is pending on both, noted on both."""
     written = points.pending(source, "read")
-    if written.done() and written.error() is not None:
-        raise ExchangeError(f"the last write to the source failed: {written.error()!r}", "write it again")
+    error = written.error() if written.done() else None
+    if error is not None:
+        raise points.failed_write(error) from error
     overwritten = points.pending(to, "write")
     before = points.all_of([overwritten if not overwritten.done() else READY, written])
     if _core.is_host(to) and _core.is_host(source):
@@ -99,11 +100,7 @@ def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any]
             host_copy(to, source, progress)
         points.rewritten(to)
         return READY
-    try:
-        done = _device_copy(to, source, stream, before)
-    except Exception as e:
-        points.note(to, "write", points.Failed(points.without_frames(e)))       # half of it may have been written
-        raise
+    done = _device_copy(to, source, stream, before)
     points.note(to, "write", done)
     if done.done() and done.error() is None:
         points.rewritten(to)
@@ -126,6 +123,16 @@ class _Nobody:
 _NOBODY: Any = _Nobody()
 
 
+@contextlib.contextmanager
+def _spoils(to: Any) -> Iterator[None]:
+    """What fails in here may have written half: whoever reads `to` next is told."""
+    try:
+        yield
+    except Exception as e:
+        points.note(to, "write", points.Failed(points.without_frames(e)))
+        raise
+
+
 def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
     sides = [_side(to), _side(source)]
     for adapter in dict.fromkeys(a for a in sides if a is not None):
@@ -136,7 +143,8 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
         place = own.allocation.context or own.device
         if not before.done() and not (adapter.can("wait") and adapter.wait(place, stream, before)):
             before.wait(points.HOST_TIMEOUT)
-        done = adapter.copy(to, source, stream)
+        with _spoils(to):
+            done = adapter.copy(to, source, stream)
         if done is not NotImplemented:
             return points.as_point(done)
     before.wait(points.HOST_TIMEOUT)
@@ -154,11 +162,11 @@ def _device_copy(to: Any, source: Any, stream: Any, before: Point) -> Point:
                                     "copy with the frameworks that own the memory")
             ends.append(_ending(mapped, access))
             views.append(_over(mapped, t, access))
-        with _core.own_lease():
+        with _core.own_lease(), _spoils(to):
             host_copy(views[0], views[1], None)
     finally:
         views = []
-        with contextlib.ExitStack() as stack:       # all of them, also where one raises
+        with _spoils(to), contextlib.ExitStack() as stack:      # all of them, also where one raises
             for end in ends:
                 stack.callback(end, READY)
     return READY

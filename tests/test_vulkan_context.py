@@ -31,7 +31,7 @@ from vulkan_kit import (
 
 import interop
 from interop import DeviceLostError, ExchangeError
-from interop.adapters.vulkan import Context, requirements
+from interop.adapters.vulkan import Context, context, requirements
 from interop.adapters.vulkan import api as vk
 from interop.adapters.vulkan.context import devices
 from interop.adapters.vulkan.loader import VulkanError
@@ -40,6 +40,19 @@ from interop.adapters.vulkan.timeline import TimelinePoint
 from interop.contract import point
 
 Open = Callable[..., Context]
+
+
+class Semaphore:
+    """A lock of somebody's, which knows no timeout."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self) -> None:
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
 
 
 def fill(context: Context, buffer: int, size: int, word: int) -> Callable[[int], None]:
@@ -327,16 +340,33 @@ def test_the_lock_is_held_during_a_submit(vk_context: Context) -> None:
     c.close()
 
 
-def test_a_queue_waits_with_the_lock_that_its_caller_holds(vk_context: Context) -> None:
-    lock = threading.Lock()
-    c = wrapped(vk_context, lock=lock)
+@pytest.mark.parametrize("lock", [threading.Lock, threading.RLock, Semaphore])
+def test_a_queue_waits_under_the_lock(vk_context: Context, lock: Callable[[], Any]) -> None:
+    """V-QUEUE"""
+    held = lock()
+    c = wrapped(vk_context, lock=held)
     gate = c.timeline()
-    with lock:
-        assert gate.at(1).stream_wait(c.queue.handle)
+    assert gate.at(1).stream_wait(c.queue.handle)
     after = c.queue.mark()
     assert not after.done()
     gate.signal(1)
     after.wait(10)
+    c.close()
+
+
+def test_a_lock_that_this_thread_holds_is_an_error_and_no_hang(vk_context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    """V-QUEUE"""
+    monkeypatch.setattr(context, "LOCK_TIMEOUT", 0.05)
+    lock = threading.Lock()
+    c = wrapped(vk_context, lock=lock)
+    with lock, pytest.raises(TimeoutError, match="re-entrant"):
+        c.queue.mark()
+    c.queue.mark().wait(10)
+    c.close()
+    again = threading.RLock()
+    c = wrapped(vk_context, lock=again)
+    with again:
+        c.queue.mark().wait(10)
     c.close()
 
 
@@ -670,8 +700,7 @@ def test_a_device_of_the_package_vulkan_is_wrapped(theirs: Any) -> None:
         with lock:
             v.vkQueueSubmit(theirs.queue, 1, [v.VkSubmitInfo(pNext=values, signalSemaphoreCount=1, pSignalSemaphores=[semaphore])], None)
         rendered.at(4).wait(10)
-        with lock:
-            assert rendered.at(4).stream_wait(theirs.queue)
+        assert rendered.at(4).stream_wait(theirs.queue)
         c.queue.mark().wait(10)
 
 

@@ -490,3 +490,42 @@ def test_1000_imports_of_pages_leave_nothing(gpu: Context, driver: CountingDrive
             y = interop.to(x[: 64 * (1 + i % 32)], gpu, copy=False)
             del t, y
     assert kept(driver) == (0, 0) and not gpu.store.pages and not gpu.store.buffers and not gpu.store.memories
+
+
+# ---- streams of a capsule ----
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_capsule_is_ordered_before_the_queue_of_its_consumer(gpu: Context, pending: bool) -> None:
+    """V-QUEUE: one batch that waits, and no wait of the host's."""
+    t = interop.empty(64, "uint8", device=gpu)
+    gate = gpu.timeline()
+    if pending:
+        with interop.acquire(t, gpu, "write") as _:
+            pass
+        interop.acquire(t, gpu, "write").release(gate.at(1))
+    t.__dlpack__(stream=gpu.queue.handle, max_version=(1, 3))
+    after = gpu.queue.mark()
+    if pending:
+        assert not after.done()
+        gate.signal(1)
+    after.wait(10)
+
+
+def test_a_capsule_for_a_queue_of_nobody_is_refused(gpu: Context) -> None:
+    """V-QUEUE"""
+    t = interop.empty(64, "uint8", device=gpu)
+    for stream in (1, 2, 12345):
+        with pytest.raises(ExchangeError, match="no VkQueue"):
+            t.__dlpack__(stream=stream)
+    t.__dlpack__(stream=-1)
+    t.__dlpack__()
+
+
+@pytest.mark.parametrize("party", ["numpy", "cpu", "torch", "jax"])
+def test_memory_that_the_host_is_to_see_is_such(gpu: Context, party: str) -> None:
+    """V-TYPE"""
+    if party not in ("numpy", "cpu"):
+        need(party)
+    t = interop.empty(100, "float32", device=gpu, shared_with=[party])
+    assert t.allocation.traits >= {"host_visible", "coherent"}
+    interop.copyto(t, np.arange(100, dtype="float32")).wait(5)
+    assert interop.to(t, "numpy")[99] == 99

@@ -123,9 +123,9 @@ class VulkanAdapter(Adapter):
     # ---- order ----
     def wait(self, place: Any, stream: Any, point: Point) -> bool:
         """Make a queue wait for a Point: on the device where it is on a semaphore of the same Context, else on the host."""
-        if point.done() and point.error() is None:
-            return True
-        self._queue(place, stream).wait_for(point)
+        queue = self._queue(place, stream)
+        if not point.done() or point.error() is not None:
+            queue.wait_for(point)
         return True
 
     def record(self, place: Any, stream: Any) -> Point:

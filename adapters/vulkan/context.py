@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Seconds that closing, and the end of the process, wait for queued work.
 CLOSE_TIMEOUT = 2.0
+#: Seconds that a submit waits for the application's lock.
+LOCK_TIMEOUT = 60.0
 
 
 class Context(interop.Context):
@@ -55,7 +57,7 @@ class Context(interop.Context):
         storage_alignment: what offsets of storage buffers in descriptors are multiples of. `max_storage_range`: their most bytes.
         max_allocation: bytes of the largest memory object.
         device_uuid, driver_uuid: 16 bytes; zeros: unknown, which equals nothing.
-        lock: held during every submit. `lock_is_users`: the application gave it.
+        lock: taken for every submit.
         owned: the device, and the instance, are interop's.
         lost: the DeviceLostError, once there was one.
         store: the memory that it knows, by handle.
@@ -69,6 +71,7 @@ class Context(interop.Context):
         self.device_handle = 0                  # what `_close` looks at, should something here fail
         self._owned: dict[int, Callable[[], Any]] = {}
         self._keys = itertools.count(1)
+        self._ending = threading.RLock()        # re-entrant: the collector may run in the midst of it
         self.lost: DeviceLostError | None = None
         self.queues: tuple[Queue, ...] = ()
         self._recorders: dict[int, Recorder] = {}
@@ -83,8 +86,7 @@ class Context(interop.Context):
         self.api_version = found.api_version if api_version is None else min(api_version, found.api_version)
         if self.api_version < physical.OLDEST:
             raise ExchangeError(f"{found.name} is used as Vulkan {physical.spell(self.api_version)}; interop needs 1.1")
-        self.lock_is_users = lock is not None
-        self.lock: Any = threading.RLock() if lock is None else lock if hasattr(lock, "__enter__") else _Held(lock)
+        self.lock: Any = threading.RLock() if lock is None else _Held(lock)
 
         limits = self.limits = found.limits
         self.memory_types = found.memory_types
@@ -175,8 +177,9 @@ class Context(interop.Context):
             extensions: what vkCreateDevice was given, () for none.
             features: names of the features that were turned on, such as ``"timelineSemaphore"``. Without that one, Points are fences.
             api_version: of VkApplicationInfo; None: what the physical device has.
-            lock: what you hold while you submit to these queues: anything with acquire and release, or ``with``. None: nobody else
-                submits, or holds `lock` of this Context while doing so.
+            lock: what you hold while you submit to these queues: anything with acquire and release, or ``with``. interop takes it for
+                each of its own, so a thread that calls interop while holding it needs a re-entrant one (`threading.RLock`). None: nobody
+                else submits, or holds `lock` of this Context while doing so.
             get_instance_proc_addr, get_device_proc_addr: where the functions come from: address, ctypes or cffi function; None: the loader.
             owner: kept alive as long as this.
             driver: what stands in for a `loader.Driver`.
@@ -338,9 +341,10 @@ class Context(interop.Context):
 
     def release(self, key: int) -> None:
         """Call what `own` was given, now; once, and not where this is closed, or a parent process'."""
-        destroy = self._owned.pop(key, None)
-        if destroy is not None and self.alive:
-            destroy()
+        with self._ending:                      # the device is not destroyed between the look and the call
+            destroy = self._owned.pop(key, None)
+            if destroy is not None and self.alive:
+                destroy()
 
     def wait_idle(self, timeout: float) -> bool:
         """Wait for what interop submitted to all queues; False: it was not done after `timeout` seconds."""
@@ -365,6 +369,10 @@ class Context(interop.Context):
         super().close()
 
     def _close(self) -> None:
+        with self._ending:
+            self._destroy()
+
+    def _destroy(self) -> None:
         for q in self.queues:
             q.close()
         while self._owned:
@@ -385,20 +393,33 @@ class Context(interop.Context):
 
 
 class _Held:
-    """A lock that has only acquire and release."""
+    """The application's lock, for ``with``. One that this thread holds already is an error after a while, not a hang."""
 
-    __slots__ = ("_lock",)
+    __slots__ = ("_lock", "_native")
 
     def __init__(self, lock: Any) -> None:
-        if not callable(getattr(lock, "acquire", None)) or not callable(getattr(lock, "release", None)):
+        self._native = not callable(getattr(lock, "acquire", None)) or not callable(getattr(lock, "release", None))
+        if self._native and not hasattr(lock, "__enter__"):
             raise TypeError(f"lock {lock!r} has neither acquire() and release() nor `with`")
         self._lock = lock
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        if self._native:
+            self._lock.__enter__()
+            return
+        try:
+            got = self._lock.acquire(timeout=LOCK_TIMEOUT)
+        except TypeError:                       # it knows no timeout
+            got = self._lock.acquire()
+        if got is False:
+            raise TimeoutError(f"the lock of this Context was not free for {LOCK_TIMEOUT} s: a thread that calls interop while holding it "
+                               "needs a re-entrant one (threading.RLock)")
 
     def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+        if self._native:
+            self._lock.__exit__(*exc)
+        else:
+            self._lock.release()
 
 
 def devices(driver: Any = None) -> list[dict[str, Any]]:

@@ -134,18 +134,17 @@ class Queue:
             TimeoutError: a Point was not reached in 60 s. What a Point failed with is raised as it is.
         """
         return self._submit(tuple(commands), self._waited(waits) if waits else [],
-                            [self._pair(s, "signal") for s in signals] if signals else [], True)
+                            [self._pair(s, "signal") for s in signals] if signals else [])
 
     def wait_for(self, point: Point) -> None:
-        """What is submitted later starts after `point`: one empty batch that waits.
-
-        A lock that the application gave is held by the caller; interop's own is taken.
-        """
-        self._submit((), self._waited((point,)), [], not self.context.lock_is_users)
+        """What is submitted later starts after `point`: one empty batch that waits, under the Context's lock."""
+        waits = self._waited((point,))
+        if waits:                               # else the host has waited
+            self._submit((), waits, [])
 
     def mark(self, waits: Iterable[Any] = ()) -> Point:
         """When everything is done that the queue was given so far, whoever gave it: one empty batch that signals."""
-        return self._submit((), self._waited(waits), [], True)
+        return self._submit((), self._waited(waits), [])
 
     def host_barrier(self, waits: Iterable[Any] = ()) -> Point:
         """When all of it is done, and what it wrote is visible to the host: one batch with a barrier to HOST (Vulkan, Host Access)."""
@@ -178,7 +177,7 @@ class Queue:
             return timeline.of_handle(self.context, semaphore, f"{what} semaphore"), int(value)
         return handles.number(x, f"{what} semaphore"), 0
 
-    def _submit(self, commands: tuple[Any, ...], waits: list[tuple[int, int]], signals: list[tuple[int, int]], lock: bool) -> Point:
+    def _submit(self, commands: tuple[Any, ...], waits: list[tuple[int, int]], signals: list[tuple[int, int]]) -> Point:
         c = self.context
         c.check()
         c.check_lost()
@@ -186,8 +185,6 @@ class Queue:
         own = self._timeline or self.timeline
         if len(self._submitted) > _HELD:
             self.collect()
-        if not lock:
-            return self._locked(commands, buffers, waits, signals, own)
         with c.lock:
             return self._locked(commands, buffers, waits, signals, own)
 

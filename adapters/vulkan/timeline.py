@@ -61,7 +61,7 @@ class TimelinePoint(Point):
     def stream_wait(self, stream: Any) -> bool:
         """One empty batch that waits, on a VkQueue (an int, or a `Queue`) that the Context knows; False on any other.
 
-        The caller holds the lock of a queue that is the application's, as for every submit (Vulkan, Threading Behavior).
+        It is submitted under the Context's lock.
         """
         if self._poll():
             return self._error is None

@@ -105,6 +105,8 @@ cdef Tensor imported_at(Tensor t, Device wanted, place, str what):
     try:
         return _up_import(t, place)
     except ExchangeError as e:
+        if isinstance(e, MemoryError):
+            raise
         raise ExchangeError(f"{what}, copy=False forbids a copy, and in place it cannot be had there: {e.reason}", e.remedy) from e
 
 

@@ -118,9 +118,10 @@ cdef int64_t order_export(Tensor t, stream) except? -2:
     cdef int32_t kind = t.dl.device.device_type
     number = stream_number(stream, kind)
     if not has_streams(kind):
-        if number is None or number == -1:
-            return STREAM_NONE
-        raise ExchangeError(f"stream {number}: memory on {device_of(t.dl.device)} has no streams that interop knows", "pass None or -1")
+        if number is not None and number != -1:
+            # of a device with handles: a queue, before which `lend` puts what is pending
+            _up_queue(<object>t.alloc if t.alloc != NULL else None, device_of(t.dl.device), number)
+        return STREAM_NONE
     if number is None:
         number = default_stream(kind)
     order_streams(&t.dl, t.stream, number)

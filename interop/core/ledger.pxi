@@ -112,15 +112,19 @@ cdef from_space(uint64_t space):
             i += 1
 
 
-def ledger_strike(object):
-    """Strike out every entry of an object."""
+def ledger_strike(object, made_good, uint64_t only=0):
+    """Strike out every entry of an object, or `only` one. What of them is DENSE goes to ``made_good(space, lo, hi, id)`` first, if any."""
     cdef int i = 0
+    cdef uint64_t id
     while i < _n_entries:
-        if _entries[i].object == <PyObject*>object:
-            ledger_remove(_entries[i].id)
-            i = 0
-        else:
+        if _entries[i].object != <PyObject*>object or (only and _entries[i].id != only):
             i += 1
+            continue
+        id = _entries[i].id
+        if made_good is not None and _entries[i].kind & DENSE:
+            made_good(_entries[i].space, _entries[i].lo, _entries[i].hi, id)
+        ledger_remove(id)
+        i = 0
 
 
 def ledger_bounds(uint64_t id):
@@ -139,7 +143,8 @@ def ledger_size():
 
 # ---- reaching up ----
 _up_conflict = None              # leases.conflict(tensor, object): raises LeaseError naming the holder
-_up_ready = None                 # points.make_ready(entries, device, stream): waits for, or orders behind, pending writes
+_up_ready = None                 # points.make_ready(entries, device, stream, allocation): waits for, or orders behind, pending writes
+_up_queue = None                 # points.check_queue(allocation, device, stream): refuses what is no queue of the memory's Context
 _up_map = None                   # leases.map_tensor(tensor, access, copy)
 _up_move = None                  # transfer.move(tensor, place, source, target, reason, remedy, stream): a Tensor there, copied
 _up_native = None                # native.capsule_of(tensor, max_version)
@@ -151,11 +156,11 @@ _up_copies = None                # registry.copies(device): whether an adapter c
 _up_copyto = None                # transfer.copy_on(dst, src, stream): into a framework's fresh array
 
 
-def set_upward(*, conflict, ready, map, move, native, export, exports, pages, host_view, copies, copyto):
+def set_upward(*, conflict, ready, queue, map, move, native, export, exports, pages, host_view, copies, copyto):
     """The functions that the layer above fills in, once."""
-    global _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export
+    global _up_conflict, _up_ready, _up_queue, _up_map, _up_move, _up_native, _up_export
     global _up_exports, _up_import, _up_host_view, _up_copies, _up_copyto
-    _up_conflict, _up_ready, _up_map, _up_move, _up_native, _up_export = conflict, ready, map, move, native, export
+    _up_conflict, _up_ready, _up_queue, _up_map, _up_move, _up_native, _up_export = conflict, ready, queue, map, move, native, export
     _up_exports, _up_import, _up_host_view, _up_copies, _up_copyto = exports, pages, host_view, copies, copyto
 
 
@@ -197,7 +202,8 @@ cdef int check_bytes(DLTensor* d, uint64_t flags, PyObject* alloc, stream) excep
     for _, kind, holder in found:
         if kind & WRITE_LEASE:
             _up_conflict(holder)
-    _up_ready([(id, point) for id, _, point in found], device_of(d.device), stream)
+    _up_ready(found, device_of(d.device), stream,
+              <object>alloc if alloc != NULL else None)
     return 0
 
 

@@ -192,7 +192,7 @@ class _Release:
                 _report(e)
         self.callback = self.owner = self.context = None
         for point in self.points:
-            ledger_strike(point)
+            ledger_strike(point, None)
         self.points = ()
 
     def __del__(self):
