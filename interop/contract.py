@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ._core import opaque_tensor, pending_stream, ready_on, stream_idle, stream_of
+from ._core import hold_open, opaque_tensor, pending_stream, ready_on, retire_address, stream_idle, stream_of
 from .errors import DeviceLostError, ExchangeError
-from .points import Point, keep_until, point
+from .points import Point, failed_write, keep_until, note, pending, point
 from .registry import party_limits, register
 
 if TYPE_CHECKING:
-    from . import Device, Tensor
+    from . import Tensor
 
-__all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include",
-           "keep_until", "opaque_tensor", "party_limits", "pending_stream", "point", "ready_on", "register", "set_cuda_driver",
-           "stream_idle", "stream_of"]
+__all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "failed_write",
+           "get_include", "hold_open", "keep_until", "note", "opaque_tensor", "party_limits", "pending", "pending_stream", "point",
+           "ready_on", "register", "retire_address", "set_cuda_driver", "stream_idle", "stream_of"]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
@@ -167,6 +167,8 @@ class Adapter:
         device: name of its devices where they are its own, such as ``"acme"``: ``acme:0`` is then a Device (DLPack's kDLExtDev with a
             number registered for it) or, for DLPack's own types, one of their names.
         shares: kinds of `ExternalHandle` that its allocations can be exported as; ``"process"`` where other processes can have them.
+        orders: its `from_tensor` takes memory behind a handle that work is still pending on, and puts what it makes behind that
+            (`pending`); else it gets memory that is ready.
     """
 
     name: ClassVar[str]
@@ -181,6 +183,7 @@ class Adapter:
     accepts: ClassVar[Limits] = Limits()
     device: ClassVar[str] = ""
     shares: ClassVar[frozenset[str]] = frozenset()
+    orders: ClassVar[bool] = False
 
     # Each further method is one capability; none is required, and what is missing is asked for by `can`:
     #   limits(place) -> Limits                              what a place imports, exports and needs
@@ -227,8 +230,12 @@ class Adapter:
         """
         raise TypeError(f"adapter {self.name} cannot make objects: it needs from_tensor")
 
-    def place(self, obj: Any) -> Device | None:
-        """The Device that one of the framework's own device, context or queue objects stands for, or None: not ours."""
+    def place(self, obj: Any) -> Any:
+        """The Device that one of the framework's own device, context or queue objects stands for, or its `Context`; None: not ours.
+
+        With a Context, such an object is a place and, in `interop.acquire`, a queue: the value is the framework's object on it, `wait`
+        and `record` are asked about it.
+        """
         return None
 
     def refuse(self, reason: str, remedy: str | None = None) -> ExchangeError:
