@@ -329,15 +329,15 @@ def context_of(place: Any) -> tuple[Any, Any]:
         place = _core.Device(place)
     if isinstance(place, _core.Device):
         return adapter_of(place), place
-    adapter = getattr(place, "adapter", None)
-    if adapter is not None and isinstance(getattr(place, "device", None), _core.Device):
-        return adapter, place
+    owner = getattr(place, "adapter", None)
+    if owner is not None and isinstance(getattr(place, "device", None), _core.Device):
+        return owner, place
     if isinstance(place, type):
         return _by_name.get(_core.framework_of_type(place) or ""), None
     if isinstance(place, ModuleType):
         return _by_name.get(place.__name__.partition(".")[0]), None
     for adapter in list(_by_name.values()):
-        found: Any = adapter.place(place)
+        found = adapter.place(place)
         if found is not None:
             if getattr(found, "adapter", None) is not adapter:      # else a Context, which says more
                 expect(adapter, "place", found, _core.Device)

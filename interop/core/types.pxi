@@ -93,7 +93,7 @@ cdef class Target:
         if kind == TO_CALL:
             self.holds_readonly = False      # whether its import keeps the flag, nobody knows: read-only memory takes a promise or a copy
         if limits is not None:
-            self.holds_readonly = limits.readonly
+            self.holds_readonly = limits.readonly or kind == TO_TENSOR      # a Tensor holds the flag, whatever objects of the framework do
             self.writable = limits.writable
             self.negative = limits.negative_strides
             self.strided = limits.strided
