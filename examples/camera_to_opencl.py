@@ -1,4 +1,4 @@
-"""A camera's padded BGR frames -> an OpenCL kernel -> PyTorch. No copy where host and device share memory, exactly one per frame elsewhere.
+"""A camera's padded frames -> an OpenCL kernel -> PyTorch. No copy where host and device share memory, else one there, one back.
 
     python examples/camera_to_opencl.py       takes pyopencl and a driver (a GPU's, or pocl-opencl-icd), and PyTorch; else NumPy
 """

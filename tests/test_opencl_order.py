@@ -1,4 +1,4 @@
-"""OpenCL's order, maps, copies and kernels. Real: PoCL and rusticl; devices with memory of their own by telling interop that they are so."""
+"""OpenCL's order, maps, copies and kernels. Real: PoCL and rusticl; devices with memory of their own by saying so."""
 
 # ruff: noqa: F401, F811      fixtures come by import
 

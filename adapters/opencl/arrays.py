@@ -44,7 +44,11 @@ def _wrap(c: Context, data: Any, queue: Any) -> Any:
         with contextlib.suppress(AttributeError):
             data._interop_kept = True
     flags = getattr(getattr(host, "flags", None), "writeable", True)
-    return memory.wrap_handle(c, int(data.int_ptr), queue=queue, owner=data, keep=keep, readonly=not flags)
+    a = memory.wrap_handle(c, int(data.int_ptr), queue=queue, owner=data, keep=keep, readonly=not flags)
+    mem = memory.find(a)
+    if mem is not None and mem.source is None:
+        mem.source, mem.address = data, getattr(data, "_interop_address", 0)
+    return a
 
 
 def _from_array(x: Any) -> Tensor:

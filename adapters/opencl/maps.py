@@ -6,6 +6,7 @@ of interop's own, in order, and never to one of the application's: what the garb
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -120,4 +121,7 @@ def view_of(allocation: Allocation) -> int | None:
             address = enqueue_map(mem, _READ | _WRITE, 0, mem.nbytes)
             unmap(c, mem.handle, address)
             mem.address = address
+            with contextlib.suppress(AttributeError):
+                if mem.source is not None:
+                    mem.source._interop_address = address
     return mem.address or None

@@ -34,16 +34,18 @@ class Mem:
         queue: the application's cl_command_queue that it was last seen with; 0: none. Work on it comes first where the host writes.
         keeper: pyopencl's object of that queue.
         address: where the host sees it, for platforms where that stays; 0: not asked yet.
+        source: pyopencl's Buffer that it came as, which remembers the address for the next Allocation.
         written, read: maps that are still there.
     """
 
-    __slots__ = ("address", "context", "flags", "handle", "keeper", "nbytes", "queue", "read", "written")
+    __slots__ = ("address", "context", "flags", "handle", "keeper", "nbytes", "queue", "read", "source", "written")
 
     def __init__(self, context: Context, handle: int, nbytes: int, flags: int) -> None:
         """Known by its handle from here on."""
         self.context, self.handle, self.nbytes, self.flags = context, handle, nbytes, flags
         self.queue, self.address, self.written, self.read = 0, 0, 0, 0
         self.keeper: Any = None
+        self.source: Any = None
         context.store.mems[handle] = self
 
     def release(self) -> None:
