@@ -26,7 +26,7 @@ __all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard",
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
                 "native_fields", "fresh", "current_stream", "stream_capsule", "to_capsule", "home", "exports_of",
-                "host_view", "missing")
+                "host_view", "missing", "queue_of")
 
 
 @dataclass(frozen=True)
@@ -204,6 +204,7 @@ class Adapter:
     #   home() -> Device                                     where host pages are shown to a framework that takes no memory of the host
     #   host_view(allocation) -> address | None              where the host may touch the memory at any time, without a lease
     #   exports_of(allocation) -> kinds                      what memory of others, on this adapter's devices, can be exported as
+    #   queue_of(x) -> object | None                         the framework's own queue that its object is used on, where its objects say so
     #   missing() -> str | None                              what is not here and how to get it, where that is no module: doctor asks
     #   native_fields(allocation) -> dict                    what the side channel says of it: some of `interop.native.ADAPTER_FIELDS`
 

@@ -360,6 +360,9 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         if place is None:
             with _core.own_lease():
                 lease._value = _core.to(t, target, copy=False, readonly=readonly)
+            if adapter.can("queue_of"):         # its object says where it is used
+                lease._place = t.allocation.context
+                lease._stream = adapter.queue_of(lease._value) if stream is None else stream
         else:
             lease._value = t if not readonly or t.readonly else _core.as_tensor(t, readonly=True)
         return

@@ -67,7 +67,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "importable": (("kind",), {"place": None}), "map": (("allocation", "access", "first", "nbytes"), {}),
     "copy": (("dst", "src", "stream"), {}), "wait": (("place", "stream", "point"), {}), "record": (("place", "stream"), {}),
     "to_device": (("x", "device"), {}), "native_fields": (("allocation",), {}), "fresh": (("t", "device"), {}),
-    "home": ((), {}), "exports_of": (("allocation",), {}), "host_view": (("allocation",), {}),
+    "home": ((), {}), "exports_of": (("allocation",), {}), "host_view": (("allocation",), {}), "queue_of": (("x",), {}),
     "current_stream": (("device",), {}), "stream_capsule": ((), {}), "to_capsule": (("x", "stream"), {}),
 }  # fmt: skip
 

@@ -123,6 +123,17 @@ def test_a_tensor_is_an_array_on_the_queue_asked_for(queue: Any) -> None:
     assert interop.as_tensor(v).strides == (6, 2)
 
 
+def test_an_array_is_itself_on_its_own_queue_only(queue: Any) -> None:
+    """O-TO, O-FOREIGN, X-TO-2."""
+    a = cla.zeros(queue, 8, np.float32)
+    assert interop.to(a, queue) is a and interop.to(a, "opencl") is a
+    second, other = cl.CommandQueue(queue.context), cl.CommandQueue(cl.Context([queue.device]))
+    b = interop.to(a, second)
+    assert b is not a and b.queue == second and b.base_data.int_ptr == a.base_data.int_ptr
+    with pytest.raises(ExchangeError, match="another cl_context"):
+        interop.to(a, other)
+
+
 def test_host_memory_moves_to_a_queue_that_is_named_and_not_for_a_framework_s_name(queue: Any) -> None:
     """O-TO, X-TO-3."""
     x = np.arange(12, dtype=np.float32)

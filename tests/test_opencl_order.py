@@ -99,6 +99,19 @@ def test_a_point_outlives_the_tensor_that_it_was_noted_on(queue: Any) -> None:
     timer.join()
 
 
+def test_a_lease_by_name_ends_when_the_array_s_queue_has_done_its_work(queue: Any) -> None:
+    """O-QUEUE."""
+    a = cla.zeros(queue, 100, np.float32)
+    queue.finish()
+    lease = interop.acquire(a, "opencl", "write")
+    gate = cl.UserEvent(queue.context)
+    cl.enqueue_fill_buffer(queue, lease.value.base_data, np.float32(5), 0, 400, wait_for=[gate])
+    done = lease.release()
+    assert not done.done()
+    gate.set_status(cl.command_execution_status.COMPLETE)
+    assert interop.to(a, "numpy")[99] == 5
+
+
 def test_a_queue_waits_and_not_the_host(queue: Any) -> None:
     """O-QUEUE."""
     a = cla.zeros(queue, 100, np.float32)

@@ -95,6 +95,10 @@ class OpenCLAdapter(Adapter):
 
         return arrays.from_tensor(t, place, stream)
 
+    def queue_of(self, x: Any) -> Any:
+        """The CommandQueue of an Array; None: it has none."""
+        return getattr(x, "queue", None)
+
     # ---- memory ----
     def limits(self, place: Any) -> Limits:
         """What a Context imports."""

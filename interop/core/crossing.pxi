@@ -13,7 +13,7 @@ cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, 
     if g.place is not None and device is not None and g.place != wanted:
         raise ValueError(f"target {g.name} is on {g.place} and device={str(wanted)!r}")
     if copy is not True and r.exact and r.framework is g.name and stream is None and \
-            (g.kind != TO_TENSOR or g.native_place is None) and is_there(x, r, g, wanted, readonly):
+            (g.kind != TO_TENSOR or g.native_place is None) and is_there(x, r, g, wanted, readonly) and on_queue(x, g):
         return x
     if wanted is None:
         return convert(x, r, g, copy, readonly, stream)
@@ -27,6 +27,14 @@ cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, 
         # one device is not enough where the target is a Context: a handle is valid in its own alone
         return finish(&s, t, x, r, g, None if copy is True and arrived_fresh(t, r) else copy, readonly, stream)
     return cross(t, x, r, g, wanted, copy, readonly, stream)
+
+
+cdef bint on_queue(x, Target g) except -1:
+    # a queue object says more than its device: the object is there if it is used on that very queue
+    if g.native_place is None or not g.adapter.device:
+        return True
+    ask = getattr(g.adapter, "queue_of", None)
+    return ask is not None and ask(x) == g.native_place
 
 
 cdef bint is_managed_there(DLDevice have, DLDevice want, Target g) noexcept:
