@@ -14,10 +14,11 @@ JOBS   ?= 2
 ARGS   ?=
 
 # What Debian has to bring. Whoever needs a driver adds its package here.
-DEBIAN := gcc libc6-dev python3-dev python3-venv libvulkan1 mesa-vulkan-drivers vulkan-validationlayers glslang-tools
+DEBIAN := gcc libc6-dev python3-dev python3-venv libvulkan1 mesa-vulkan-drivers vulkan-validationlayers glslang-tools \
+          pocl-opencl-icd mesa-opencl-icd
 
 # Proved against, never required: what cannot be had is left out, and its tests skip.
-FRAMEWORKS := torch jax ml_dtypes apache-tvm-ffi cuda-bindings vulkan
+FRAMEWORKS := torch jax ml_dtypes apache-tvm-ffi cuda-bindings vulkan pyopencl
 
 VENV := .venv
 RUN  := $(VENV)/bin/python

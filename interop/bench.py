@@ -69,7 +69,7 @@ def _large(step: int) -> dict[str, Any]:
 
 _NP, _TORCH, _TVM = "np.from_dlpack", "torch.from_dlpack", "tvm_ffi.from_dlpack"
 
-ROWS = (
+ROWS: tuple[Row, ...] = (
     Row("numpy -> Tensor", "as_tensor(a)",
         (Other(_NP, "np_from_dlpack(a)", 3.5), Other(_TVM, "tvm_from_dlpack(a)", 4.5, needs=("tvm_ffi",)))),
     Row("torch -> Tensor", "as_tensor(t)", (Other(_TVM, "tvm_from_dlpack(t)", 1.5),), ("torch", "tvm_ffi")),
@@ -95,6 +95,29 @@ ROWS = (
         make=lambda: _large(2)),
     Row("kind", "kind(a)", (Other("isinstance", "isinstance(a, ndarray)", within_ns=60),)),
 )  # fmt: skip
+
+
+# ---- on OpenCL ----
+def _opencl(nbytes: int) -> Callable[[], dict[str, Any]]:
+    """A pyopencl Array of so many bytes on ``opencl:0``, and NumPy's of the same size."""
+    def make() -> dict[str, Any]:
+        cl, cla = import_module("pyopencl"), import_module("pyopencl.array")
+        queue = cl.CommandQueue(import_module("interop.adapters.opencl").Context.of("opencl:0").cl)
+        x = cla.zeros(queue, nbytes // 4, np.float32)
+        queue.finish()
+        x.events.clear()
+        return {"x": x, "host": np.zeros(nbytes // 4, np.float32), "queue": queue, "acquire": interop.acquire}
+
+    return make
+
+
+OPENCL_ROWS = tuple(
+    row for n, size in ((4096, "4 KiB"), (1 << 20, "1 MiB"), (256 << 20, "256 MiB")) for row in (
+        Row(f"OpenCL: Array -> numpy, {size}", "to(x, 'numpy')", (Other("Array.get", "x.get()"),), ("pyopencl",), make=_opencl(n)),
+        Row(f"OpenCL: written by the host, {size}", "with acquire(x, 'numpy', 'write') as a: pass",
+            (Other("Array.set", "x.set(host)"),), ("pyopencl",), make=_opencl(n)),
+    ))
+ROWS += OPENCL_ROWS
 
 
 # ---- on a GPU ----

@@ -11,22 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ._core import opaque_tensor, pending_stream, ready_on, stream_idle, stream_of
+from ._core import hold_open, opaque_tensor, pending_stream, ready_on, retire_address, stream_idle, stream_of
 from .errors import DeviceLostError, ExchangeError
-from .points import Point, keep_until, point
+from .points import Point, failed_write, keep_until, note, pending, point
 from .registry import party_limits, register
 
 if TYPE_CHECKING:
-    from . import Device, Tensor
+    from . import Tensor
 
-__all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "get_include",
-           "keep_until", "opaque_tensor", "party_limits", "pending_stream", "point", "ready_on", "register", "set_cuda_driver",
-           "stream_idle", "stream_of"]
+__all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "failed_write",
+           "get_include", "hold_open", "keep_until", "note", "opaque_tensor", "party_limits", "pending", "pending_stream", "point",
+           "ready_on", "register", "retire_address", "set_cuda_driver", "stream_idle", "stream_of"]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
                 "native_fields", "fresh", "current_stream", "stream_capsule", "to_capsule", "home", "exports_of",
-                "host_view", "missing")
+                "host_view", "missing", "queue_of")
 
 
 @dataclass(frozen=True)
@@ -167,6 +167,8 @@ class Adapter:
         device: name of its devices where they are its own, such as ``"acme"``: ``acme:0`` is then a Device (DLPack's kDLExtDev with a
             number registered for it) or, for DLPack's own types, one of their names.
         shares: kinds of `ExternalHandle` that its allocations can be exported as; ``"process"`` where other processes can have them.
+        orders: its `from_tensor` takes memory behind a handle that work is still pending on, and puts what it makes behind that
+            (`pending`); else it gets memory that is ready.
     """
 
     name: ClassVar[str]
@@ -181,6 +183,7 @@ class Adapter:
     accepts: ClassVar[Limits] = Limits()
     device: ClassVar[str] = ""
     shares: ClassVar[frozenset[str]] = frozenset()
+    orders: ClassVar[bool] = False
 
     # Each further method is one capability; none is required, and what is missing is asked for by `can`:
     #   limits(place) -> Limits                              what a place imports, exports and needs
@@ -202,6 +205,7 @@ class Adapter:
     #   home() -> Device                                     where host pages are shown to a framework that takes no memory of the host
     #   host_view(allocation) -> address | None              where the host may touch the memory at any time, without a lease
     #   exports_of(allocation) -> kinds                      what memory of others, on this adapter's devices, can be exported as
+    #   queue_of(x) -> object | None                         the framework's own queue that its object is used on, where its objects say so
     #   missing() -> str | None                              what is not here and how to get it, where that is no module: doctor asks
     #   native_fields(allocation) -> dict                    what the side channel says of it: some of `interop.native.ADAPTER_FIELDS`
 
@@ -228,8 +232,12 @@ class Adapter:
         """
         raise TypeError(f"adapter {self.name} cannot make objects: it needs from_tensor")
 
-    def place(self, obj: Any) -> Device | None:
-        """The Device that one of the framework's own device, context or queue objects stands for, or None: not ours."""
+    def place(self, obj: Any) -> Any:
+        """The Device that one of the framework's own device, context or queue objects stands for, or its `Context`; None: not ours.
+
+        With a Context, such an object is a place and, in `interop.acquire`, a queue: the value is the framework's object on it, `wait`
+        and `record` are asked about it.
+        """
         return None
 
     def refuse(self, reason: str, remedy: str | None = None) -> ExchangeError:

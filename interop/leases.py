@@ -346,6 +346,12 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         raise points.failed_write(error) from error
     adapter, place = context_of(target)
     readonly = lease.access == "read"
+    queue = target if adapter is not None and place is not None and place is not target and hasattr(place, "adapter") else None
+    if queue is not None and copy is not True and _core.is_host(t):
+        t = _shown(adapter, place, t)
+    if queue is not None and copy is not True and _reaches(adapter, place, t):
+        _on_queue(lease, t, adapter, place, queue, stream)
+        return
     if adapter is not None and copy is not True and _reaches(adapter, place, t):
         # The target drives queues of its own over this very memory: a stream that was named is made to wait, else `after` says it
         lease._adapter, lease._place, lease._stream = adapter, place, stream
@@ -354,13 +360,24 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         if place is None:
             with _core.own_lease():
                 lease._value = _core.to(t, target, copy=False, readonly=readonly)
+            if adapter.can("queue_of"):         # its object says where it is used
+                lease._place = t.allocation.context
+                lease._stream = adapter.queue_of(lease._value) if stream is None else stream
         else:
             lease._value = t if not readonly or t.readonly else _core.as_tensor(t, readonly=True)
         return
     if adapter is not None and place is not None:
         if copy is False:
             raise ExchangeError(f"memory on {t.device} is not that of {place!r}", "copy=None copies it there and back")
-        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage_at(t, place, lease.access), lambda s: s), now=False)
+
+        def there(staging: Any) -> Any:
+            if queue is None:
+                return staging
+            lease._adapter, lease._place, lease._stream = adapter, place, queue
+            with _core.own_lease():
+                return _core.to(staging, target, copy=False, readonly=readonly)
+
+        _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage_at(t, place, lease.access), there), now=False)
         return
 
     if place is not None and place.name != "cpu":
@@ -393,6 +410,26 @@ def _prepare(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) 
         raise ExchangeError(f"memory on {t.device} cannot be reached by {target!r} in place", "copy=None stages it through host memory")
     else:
         _hand_out(lease, lambda: _staged(lease, t, lambda: transfer.stage(t, lease.access, str(target), reason), give), now=False)
+
+
+def _shown(adapter: Any, place: Any, t: Any) -> Any:
+    """Host memory as the place sees the very same bytes; `t` itself where it cannot, and is staged."""
+    if not t.size or not adapter.can("import_handle") or not memory.importable("host", place).supported:
+        return t
+    try:
+        return memory.import_pages(t, place)
+    except ExchangeError:
+        return t
+
+
+def _on_queue(lease: Lease, t: Any, adapter: Any, place: Any, queue: Any, stream: Any) -> None:
+    """A framework's own queue object as the target: its object over the memory, used on that queue, which waits at both ends."""
+    queue = queue if stream is None else stream
+    lease._adapter, lease._place, lease._stream = adapter, place, queue
+    if not lease.after.done() and not (adapter.can("wait") and adapter.wait(place, queue, lease.after)):
+        lease.after.wait(points.HOST_TIMEOUT)
+    with _core.own_lease():
+        lease._value = _core.to(t, queue, copy=False, readonly=lease.access == "read")
 
 
 def _on_its_stream(lease: Lease, t: Any, target: Any, copy: bool | None, stream: Any) -> bool:

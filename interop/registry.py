@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _by_name: dict[str, Any] = {}
 _by_type_name: dict[str, Any] = {}
 _by_device: dict[str, Any] = {}
-_SHIPPED = ("torch", "jax", "tvm_ffi", "cupy", "cuda", "vulkan")
+_SHIPPED = ("torch", "jax", "tvm_ffi", "cupy", "cuda", "vulkan", "opencl")
 _READS = ("adapter", "dlpack", "buffer", "table", "attributes")
 _plugins_loaded = False
 
@@ -67,7 +67,7 @@ _CALLS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "importable": (("kind",), {"place": None}), "map": (("allocation", "access", "first", "nbytes"), {}),
     "copy": (("dst", "src", "stream"), {}), "wait": (("place", "stream", "point"), {}), "record": (("place", "stream"), {}),
     "to_device": (("x", "device"), {}), "native_fields": (("allocation",), {}), "fresh": (("t", "device"), {}),
-    "home": ((), {}), "exports_of": (("allocation",), {}), "host_view": (("allocation",), {}),
+    "home": ((), {}), "exports_of": (("allocation",), {}), "host_view": (("allocation",), {}), "queue_of": (("x",), {}),
     "current_stream": (("device",), {}), "stream_capsule": ((), {}), "to_capsule": (("x", "stream"), {}),
 }  # fmt: skip
 
@@ -220,9 +220,9 @@ def resolve(key: Any) -> Any:
         return _core.make_target("interop", "tensor", adapter=adapter, place=key.device, native_place=key)      # a Context
     load_plugins()
     for adapter in list(_by_name.values()):
-        device = adapter.place(key)
-        if device is not None:
-            return _target(adapter, place=device, native_place=key)
+        found = adapter.place(key)
+        if found is not None:
+            return _target(adapter, place=getattr(found, "device", found), native_place=key)
     raise TypeError(f"{key!r} names no target: give a framework's name or module, a type, or a device")
 
 
@@ -329,18 +329,20 @@ def context_of(place: Any) -> tuple[Any, Any]:
         place = _core.Device(place)
     if isinstance(place, _core.Device):
         return adapter_of(place), place
-    adapter = getattr(place, "adapter", None)
-    if adapter is not None and isinstance(getattr(place, "device", None), _core.Device):
-        return adapter, place
+    owner = getattr(place, "adapter", None)
+    if owner is not None and isinstance(getattr(place, "device", None), _core.Device):
+        return owner, place
     if isinstance(place, type):
         return _by_name.get(_core.framework_of_type(place) or ""), None
     if isinstance(place, ModuleType):
         return _by_name.get(place.__name__.partition(".")[0]), None
     for adapter in list(_by_name.values()):
-        device = adapter.place(place)
-        if device is not None:
-            expect(adapter, "place", device, _core.Device)
-            return (adapter if adapter.device else None), place if adapter.device else device
+        found = adapter.place(place)
+        if found is not None:
+            if getattr(found, "adapter", None) is not adapter:      # else a Context, which says more
+                expect(adapter, "place", found, _core.Device)
+                found = place if adapter.device else found
+            return (adapter if adapter.device else None), found
     raise TypeError(f"{place!r} is no place: give a Device, its spelling, a Context, or a framework's device or queue")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from interop import _core
-from interop.adapters import cuda, vulkan
+from interop.adapters import cuda, opencl, vulkan
 from interop.contract import ExchangeError
 
 # A shell that starts us in the background has SIGINT ignored, and Python then raises no KeyboardInterrupt: some tests are about it
@@ -41,6 +41,18 @@ def no_vulkan_driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         raise ExchangeError(f"{place}: no Vulkan driver for this test")
 
     monkeypatch.setattr(vulkan.ADAPTER, "context", context)
+
+
+@pytest.fixture(autouse=True)
+def no_opencl_driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``opencl:0`` opens a driver only in the tests that are about it."""
+    if "opencl" in request.path.name or request.node.get_closest_marker("gpu") is not None:
+        return
+
+    def context(place: Any) -> Any:
+        raise ExchangeError(f"{place}: no OpenCL driver for this test")
+
+    monkeypatch.setattr(opencl.ADAPTER, "context", context)
 
 
 @pytest.hookimpl(tryfirst=True)

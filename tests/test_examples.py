@@ -16,6 +16,8 @@ EXAMPLES = {
     "camera_ring.py numpy": "into numpy: copies = 0, wrong = 0",
     "share_with_process.py": "bytes written there and read here: right",
     "vulkan_to_torch.py": "right, copies = 0",
+    "opencl_to_torch.py": "right, copies = 0",
+    "camera_to_opencl.py": "wrong = 0",
     "renderer_to_torch.py": "copies = 0, wrong = 0",
     "my_adapter.py": "same handle: True; maps open: 0",
 }

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 #: X-OWN-1, N-ABI-1: the exchange and the side channel, numbered. M-WRAP-RING: memory, Points, leases, copies, adapters, GPUs, by
 #: their words.
 #: "M-WRAP-*" names none, it speaks of several.
-ID = r"(?:[XN]-[A-Z]+-\d+|[MPLCAGV]-[A-Z]{2,}(?:-[A-Z]+)*)"
+ID = r"(?:[XN]-[A-Z]+-\d+|[MPLCAGVO]-[A-Z]{2,}(?:-[A-Z]+)*)"
 RULE = re.compile(rf"^\*\*({ID})\*\* ", re.MULTILINE)
 NAME = re.compile(rf"\b{ID}\b(?!-)")
 

@@ -89,9 +89,13 @@ cdef class Allocation:
                 self.space = (<Allocation>same[0]).space
                 self.origin = (<Allocation>same[0]).origin
             else:
-                self.space = _next_space
+                waiting = [w for w in _later if w.handle == (key, adapter) and w.context is context] if context is not None else []
+                if waiting:                      # let go and wrapped again while queued work still uses it
+                    self.space, self.origin = waiting[0].place
+                else:
+                    self.space = _next_space
+                    _next_space += 1
                 self.owns_space = True
-                _next_space += 1
             _handles.setdefault(key, _WeakSet()).add(self)
         self.closed = False
 

@@ -482,6 +482,8 @@ cdef object finish(Source* s, Tensor t, x, TypeRecord r, Target g, copy, readonl
         may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, s.wanted)
     else:
         number = None if stream is None else stream_number(stream, s.dl.device.device_type)
+        if g.orders and not host_accessible(s.dl.device.device_type):
+            number = -1              # behind what is pending it is the target that orders what it makes
         may_read(&s.dl, s.flags, t.alloc if t is not None else NULL, number)
     if stream is not None and host_accessible(s.dl.device.device_type):
         check_host_stream(stream, s.dl.device)

@@ -1,13 +1,19 @@
 # Conversion with a place: whether the memory is there, and how it gets there where it is not.
 
 cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, stream):
-    cdef Device wanted = g.place if device is None else place_device(device)
+    cdef Device wanted
     cdef Tensor t
     cdef Source s
+    cdef Target there
+    if device is not None and g.adapter is not None and g.place is None and not isinstance(device, (Device, str, tuple)):
+        there = target_of(device)
+        if there.adapter is g.adapter:       # device= is an object of the framework's own, such as a queue: that is the target
+            return convert_as_asked(x, r, there, None, copy, readonly, stream)
+    wanted = g.place if device is None else place_device(device)
     if g.place is not None and device is not None and g.place != wanted:
         raise ValueError(f"target {g.name} is on {g.place} and device={str(wanted)!r}")
     if copy is not True and r.exact and r.framework is g.name and stream is None and \
-            (g.kind != TO_TENSOR or g.native_place is None) and is_there(x, r, g, wanted, readonly):
+            (g.kind != TO_TENSOR or g.native_place is None) and is_there(x, r, g, wanted, readonly) and on_queue(x, g):
         return x
     if wanted is None:
         return convert(x, r, g, copy, readonly, stream)
@@ -21,6 +27,14 @@ cdef object convert_as_asked(x, TypeRecord r, Target g, device, copy, readonly, 
         # one device is not enough where the target is a Context: a handle is valid in its own alone
         return finish(&s, t, x, r, g, None if copy is True and arrived_fresh(t, r) else copy, readonly, stream)
     return cross(t, x, r, g, wanted, copy, readonly, stream)
+
+
+cdef bint on_queue(x, Target g) except -1:
+    # a queue object says more than its device: the object is there if it is used on that very queue
+    if g.native_place is None or not g.adapter.device:
+        return True
+    ask = getattr(g.adapter, "queue_of", None)
+    return ask is not None and ask(x) == g.native_place
 
 
 cdef bint is_managed_there(DLDevice have, DLDevice want, Target g) noexcept:
@@ -42,7 +56,7 @@ cdef object cross(Tensor t, x, TypeRecord r, Target g, Device wanted, copy, read
     cdef str name = source_name(x, r)
     cdef bint ours
     here = device_of(t.dl.device)
-    place = g.native_place if g.native_place is not None and g.kind == TO_TENSOR else wanted
+    place = g.native_place if g.native_place is not None and (g.kind == TO_TENSOR or g.adapter.device) else wanted
     if copy is False:
         t = imported_at(t, wanted, place, f"{name} is on {here} and {wanted} was asked for")
         use(&s, t)

@@ -27,6 +27,7 @@ cdef extern from *:
         }
         if (interop_drain_call && Py_IsInitialized() && !interop_finalizing()) Py_AddPendingCall(interop_drain_call, NULL);
     }
+    static void interop_retire_second(void *of, PyObject *o) { (void)of; interop_retire(o); }
     static interop_node *interop_take_retired(void) { return __atomic_exchange_n(&interop_retired, NULL, __ATOMIC_ACQUIRE); }
     """
     unsigned int interop_generation
@@ -38,6 +39,7 @@ cdef extern from *:
         interop_node* next
         PyObject* object
     void interop_retire(PyObject*) noexcept nogil
+    void interop_retire_second(void*, PyObject*) noexcept nogil
     interop_node* interop_take_retired() noexcept nogil
 
 interop_watch_fork()
@@ -99,9 +101,12 @@ def set_release_thread(start):
     _start_releasing = start
 
 
-def retire_address():
-    """Address of ``void retire(PyObject *)``: takes over one reference, from any thread, without the GIL. For drivers' callbacks."""
-    return <uintptr_t>&interop_retire
+def retire_address(int argument=0):
+    """Address of ``void retire(PyObject *)``: takes over one reference, from any thread, without the GIL. For drivers' callbacks.
+
+    `argument` 1: of ``void retire(void *, PyObject *)``, for callbacks that say first what they are about.
+    """
+    return <uintptr_t>&interop_retire_second if argument else <uintptr_t>&interop_retire
 
 
 def generation():
@@ -137,9 +142,9 @@ cdef release_allocation(Allocation a):
             pending.append(p)
         elif not a.foreign and not a.imported:
             ledger_remove(id)    # the bytes that it speaks of are gone
-    if a.owns_space:
-        from_space(a.space)
     key = (a.dl.device_type, a.dl.device_id, a.value)
+    if a.owns_space and not pending:
+        from_space(a.space)
     if key in _handles and not any([other is not a and not other.is_closed for other in list(_handles[key])]):
         _handles.pop(key, None)
     imports = list(a.imports.values())
@@ -149,6 +154,8 @@ cdef release_allocation(Allocation a):
     work = _Release(imports, release, a.owner, a.context, pending)
     a.owner = None
     if pending:
+        if a.owns_space:
+            work.handle, work.place = (key, a.adapter), (a.space, a.origin)
         _later.append(work)
         for p in pending:        # whichever is last runs it; a look at the others costs little
             p.add_done_callback(_release_later)
@@ -162,11 +169,12 @@ cdef release_allocation(Allocation a):
 
 class _Release:
     """What has to happen when memory goes: in order, exactly once, never raising into whoever dropped the last reference."""
-    __slots__ = ("imports", "callback", "owner", "context", "points", "done", "generation")
+    __slots__ = ("imports", "callback", "owner", "context", "points", "done", "generation", "handle", "place")
 
     def __init__(self, imports, callback, owner, context, points):
         self.imports, self.callback, self.owner, self.context, self.points, self.done = imports, callback, owner, context, points, False
         self.generation = interop_generation
+        self.handle = self.place = None      # whose space it was: who wraps the handle again meanwhile comes after the same Points
 
     def ready(self):
         return all([is_over(p) for p in self.points])

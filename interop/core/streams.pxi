@@ -29,6 +29,8 @@ cdef object stream_number(stream, int32_t kind):
     """A stream as the number that the array API wants for `kind`, or None. Takes ints and objects with ``__cuda_stream__``."""
     if stream is None:
         return None
+    if not addressable(kind) and not hasattr(stream, "__index__"):
+        return stream                # a queue object of the device's own API, which its adapter knows
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         stream = cuda_stream_of(stream, protocol)

@@ -62,6 +62,7 @@ cdef class Target:
     cdef object current_stream   # adapter.current_stream, bound once, or None
     cdef stream_function stream_now      # adapter.stream_capsule, or NULL
     cdef object fresh            # adapter.fresh, bound once, or None
+    cdef bint orders             # adapter.orders: its from_tensor takes memory whose work is pending
     cdef bint imports_pages      # it takes CUDA memory and none of the host's: pages of the host are shown to the GPU
     cdef Device place            # a place target: crossing to it has been asked for
     cdef object native_place     # the framework's own object for it
@@ -84,6 +85,7 @@ cdef class Target:
         self.current_stream = getattr(adapter, "current_stream", None)
         self.stream_now = function_of(adapter)
         self.fresh = getattr(adapter, "fresh", None)
+        self.orders = getattr(adapter, "orders", False)
         self.place = place
         self.native_place = native_place
         self.holds_readonly = self.writable = self.negative = self.strided = True
@@ -91,7 +93,7 @@ cdef class Target:
         if kind == TO_CALL:
             self.holds_readonly = False      # whether its import keeps the flag, nobody knows: read-only memory takes a promise or a copy
         if limits is not None:
-            self.holds_readonly = limits.readonly
+            self.holds_readonly = limits.readonly or kind == TO_TENSOR      # a Tensor holds the flag, whatever objects of the framework do
             self.writable = limits.writable
             self.negative = limits.negative_strides
             self.strided = limits.strided
