@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import struct
+import time
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 PAGE = mmap.PAGESIZE
 _F_SEAL_FUTURE_WRITE = 0x10     # linux/fcntl.h; Python 3.11 has no name for it
+_RELEASING = 2.0                # seconds that closing a Context waits for a release in another thread
 _EXT_DEV = 12                   # devices of many owners, told apart by name: a number says nothing of whose
 _HOST_TRAITS = ("host_visible", "coherent", "cached")
 #: Kinds of ExternalHandle -> (what `value` is, who closes it). SPEC M-HANDLE-FD.
@@ -95,6 +97,11 @@ class Context:
         if alive:
             raise ExchangeError(f"{len(alive)} allocation{'s' if len(alive) > 1 else ''} of this {self.adapter.name} context still live: "
                                 f"{alive[0]!r}", "close or drop them first")
+        end = time.monotonic() + _RELEASING
+        while _core.releasing_in(self):         # memory that counts as closed, and whose handle another thread is just giving back
+            if time.monotonic() > end:
+                raise ExchangeError(f"another thread is giving memory of this {self.adapter.name} context back", "close it again")
+            time.sleep(0.0002)
         self._closed = True
         self._close()
 

@@ -436,3 +436,29 @@ def test_foreign_memory_that_was_closed_stays_closed() -> None:
     gc.collect()
     with pytest.raises(interop.ExchangeError, match="closed"):
         interop.to(t, "numpy")
+
+
+def test_closing_a_context_waits_for_a_release_in_another_thread() -> None:
+    """SPEC M-ALLOC-CONTEXT: memory that counts as closed may be half given back, and the device must not go before that."""
+    order: list[str] = []
+    entered, go = threading.Event(), threading.Event()
+
+    class Slow(interop.Context):
+        def _close(self) -> None:
+            order.append("device")
+
+    c = Slow(interop.Device("toy:0"), toy.ADAPTER)
+
+    def free() -> None:
+        entered.set()
+        go.wait(10)
+        order.append("memory")
+
+    held = [c.allocation(7, 64, free=free)]
+    thread = threading.Thread(target=held.pop)
+    thread.start()
+    assert entered.wait(10)
+    threading.Timer(0.05, go.set).start()
+    c.close()
+    thread.join()
+    assert order == ["memory", "device"]

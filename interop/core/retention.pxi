@@ -119,12 +119,27 @@ cdef begin_releasing():
     interop_wake_fd = _start_releasing()
 
 
+cdef list _releasing = []        # (Context, thread) of the releases that run now
+
+
 cdef release_allocation(Allocation a):
     """Once: imports first, then the owner is told, then let go. What is still used by queued work waits for it."""
-    cdef object release
     if a.closed:
         return
     a.closed = True
+    if a.context is None:
+        give_back(a)
+        return
+    mark = a.context, _thread()
+    _releasing.append(mark)
+    try:
+        give_back(a)
+    finally:
+        _releasing.remove(mark)
+
+
+cdef give_back(Allocation a):
+    cdef object release
     if interop_finalizing() or (a.generation != interop_generation
                                 and (a.dies_at_fork or a.adapter is not None or a.on_release is not None)):
         # the parent's, whose second release this would be; or too late for anybody's driver: leaks on purpose
@@ -187,6 +202,14 @@ class _Release:
             Py_INCREF(self)      # and nothing that it holds is finalized here
             return
         self.done = True
+        mark = self.context, _thread()
+        _releasing.append(mark)
+        try:
+            self.give_back()
+        finally:
+            _releasing.remove(mark)
+
+    def give_back(self):
         for i in reversed(self.imports):
             try:
                 i.close()
@@ -217,6 +240,12 @@ def _release_later(point):
 def waiting_in(context):
     """How many releases of a Context wait for queued work."""
     return len([w for w in _later if w.context is context])
+
+
+def releasing_in(context):
+    """How many releases of a Context other threads are in the midst of."""
+    me = _thread()
+    return len([None for of, thread in list(_releasing) if of is context and thread != me])
 
 
 def release_ready():
