@@ -21,7 +21,7 @@ import numpy as np
 
 import interop
 
-from . import health, tables
+from . import bench_vulkan, health, tables
 
 _BUDGET = 2e-3          # seconds that one statement runs in one round
 _ALIGNMENT = 64         # what jax asks for before it shares memory
@@ -50,7 +50,7 @@ class Other:
 class Row:
     """One conversion. `statement` is ours, `needs` the modules without which the row is skipped, `make` gives names that it alone uses.
 
-    `gpu`: it takes a CUDA device.
+    `gpu`: it takes a CUDA device. `why_not` says why the row cannot run here, None: it can.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Row:
     needs: tuple[str, ...] = ()
     make: Callable[[], dict[str, Any]] | None = None
     gpu: bool = False
+    why_not: Callable[[], str | None] = lambda: None
 
 
 def _large(step: int) -> dict[str, Any]:
@@ -118,6 +119,21 @@ OPENCL_ROWS = tuple(
             (Other("Array.set", "x.set(host)"),), ("pyopencl",), make=_opencl(n)),
     ))
 ROWS += OPENCL_ROWS
+
+
+# ---- on Vulkan: lavapipe where there is nothing else ----
+_MAP = Other("vulkan: vkMapMemory, np.frombuffer, vkUnmapMemory", "their_map()", 5.0)
+VULKAN_ROWS = (
+    Row("Vulkan: a VkBuffer as a Tensor, exported", "wrapped(made, memory, size).__dlpack__()", (_MAP,)),
+    Row("Vulkan: 1 MiB of the host as a VkBuffer", "to(host, c, copy=False)",
+        (Other("vulkan: the five calls", "their_import()", 5.0),)),
+    Row("Vulkan: Tensor -> numpy", "to(shown, 'numpy')", (_MAP,)),
+    Row("Vulkan: Tensor -> numpy, submits of others unknown", "to(unsaid, 'numpy')", (_MAP,)),
+    Row("Vulkan: map for writing", "with shown.map('write') as m: pass", (_MAP,)),
+    Row("Vulkan: submit and wait", "submit(commands).wait()",
+        (Other("cffi: submit, wait, reset", "raw_submit()", 0.77), Other("vulkan: submit, wait, reset", "package_submit()", 1.0))),
+)  # fmt: skip
+ROWS += tuple(replace(row, needs=("vulkan", "cffi"), make=bench_vulkan.names, why_not=bench_vulkan.why_not) for row in VULKAN_ROWS)
 
 
 # ---- on a GPU ----
@@ -243,7 +259,10 @@ def bench(filters: Sequence[str] = (), *, form: str = "table", quick: bool = Fal
 
 
 def _absent(part: Row | Other) -> list[str]:
-    return [m for m in part.needs if find_spec(m) is None]
+    """Modules that are not installed, or the one reason why it cannot run."""
+    modules = [m for m in part.needs if find_spec(m) is None]
+    reason = part.why_not() if not modules and isinstance(part, Row) else None
+    return modules if reason is None else [reason]
 
 
 def names_for(modules: set[str]) -> dict[str, Any]:
@@ -322,6 +341,8 @@ def _record(results: Sequence[Result], missing: Mapping[str, list[str]], modules
 
 
 def _install(modules: Sequence[str]) -> str:
+    if any(" " in m for m in modules):
+        return modules[0]                   # no module: a driver
     return "pip install " + " ".join({"tvm_ffi": "apache-tvm-ffi"}.get(m, m) for m in modules)
 
 

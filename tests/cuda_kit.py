@@ -91,7 +91,7 @@ class Rig:
             if where is not None and where[3] & (_core.READ_POINT | _core.WRITE_POINT):
                 for _, _, p in _core.ledger_find(*where[:3], where[3]):
                     if p.done():
-                        _core.ledger_strike(p)
+                        _core.ledger_strike(p, None)
 
 
 def _entry() -> int:

@@ -399,7 +399,7 @@ def test_a_copy_that_ends_while_it_is_noted_leaves_no_entry(cuda: Rig, monkeypat
     cuda.fake.auto = False
     entries, span, struck = _core.ledger_size(), _core.byte_span, _core.ledger_strike
     over = threading.Event()
-    monkeypatch.setattr(_core, "ledger_strike", lambda p: (struck(p), over.set()))
+    monkeypatch.setattr(_core, "ledger_strike", lambda p, *more: (struck(p, *more), over.set()))
 
     def ends(x: Any) -> Any:
         if cuda.fake.queued:                                # the entries of the call itself are there by now

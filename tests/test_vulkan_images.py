@@ -68,7 +68,7 @@ class Theirs:
                      "usage": usage, "array_layers": layers, "mip_levels": levels, "tiling": tiling, "owner": self}
 
     def wrap(self, **other: Any) -> interop.Tensor:
-        return images.wrap_image(self.c, self.image, **(self.said | other))
+        return self.c.wrap_image(self.image, **(self.said | other))
 
     def __del__(self) -> None:
         if self.c.alive:
@@ -79,7 +79,7 @@ class Theirs:
 # ---- what it is ----
 def test_an_image_is_a_tensor_of_its_own_layout(gpu: Context) -> None:
     """SPEC V-IMAGE"""
-    t = images.image(gpu, (33, 17), RGBA8)
+    t = gpu.image((33, 17), RGBA8)
     assert (t.shape, str(t.dtype), t.layout, t.strides, str(t.device)) == ((17, 33, 4), "uint8", "vk-image", None, "vulkan:0")
     n = ivk.image_native(t)
     assert (n.extent, n.format, n.layout, n.mip_levels, n.array_layers) == ((33, 17, 1), RGBA8, UNDEFINED, 1, 1)
@@ -89,7 +89,7 @@ def test_an_image_is_a_tensor_of_its_own_layout(gpu: Context) -> None:
 @pytest.mark.parametrize("use", [lambda t: t[0], lambda t: t.reshape(-1), lambda t: t.permute(2, 0, 1), lambda t: t.map().value,
                                  lambda t: interop.to(t, "numpy"), lambda t: t.__dlpack__(), lambda t: t.view("int8"), ivk.native])
 def test_nothing_but_copyto_sees_the_texels(gpu: Context, use: Callable[[Any], Any]) -> None:
-    t = images.image(gpu, (8, 8), RGBA8)
+    t = gpu.image((8, 8), RGBA8)
     with pytest.raises((ExchangeError, BufferError)):
         use(t)
 
@@ -103,22 +103,22 @@ def test_formats_are_elements_or_refused_by_name(gpu: Context) -> None:
     for name in ("VK_FORMAT_R5G6B5_UNORM_PACK16", "VK_FORMAT_BC1_RGB_UNORM_BLOCK", "VK_FORMAT_D32_SFLOAT", "VK_FORMAT_D24_UNORM_S8_UINT",
                  "VK_FORMAT_S8_UINT", "VK_FORMAT_UNDEFINED", "VK_FORMAT_G8_B8_R8_3PLANE_420_UNORM"):
         with pytest.raises(ExchangeError, match=name):
-            images.image(gpu, (8, 8), getattr(vk, name))
+            gpu.image((8, 8), getattr(vk, name))
     with pytest.raises(ExchangeError, match="VkFormat 123456"):
-        images.image(gpu, (8, 8), 123456)
+        gpu.image((8, 8), 123456)
 
 
 @pytest.mark.parametrize("extent", [(0, 4), (4,), (1, 2, 3, 4), (4, -1)])
 def test_an_extent_that_is_none(gpu: Context, extent: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="extent"):
-        images.image(gpu, extent, RGBA8)
+        gpu.image(extent, RGBA8)
 
 
 def test_more_than_the_device_has(gpu: Context) -> None:
     with pytest.raises(ExchangeError, match="at most"):
-        images.image(gpu, (1 << 20, 4), RGBA8)
+        gpu.image((1 << 20, 4), RGBA8)
     with pytest.raises(ExchangeError, match=r"no images of VK_FORMAT_R8G8B8_UNORM|no images of"):
-        images.image(gpu, (4, 4), vk.VK_FORMAT_R8G8B8_USCALED)
+        gpu.image((4, 4), vk.VK_FORMAT_R8G8B8_USCALED)
 
 
 # ---- copies ----
@@ -126,14 +126,14 @@ def test_more_than_the_device_has(gpu: Context) -> None:
                                   "R32_SINT", "R32G32B32A32_SFLOAT", "B8G8R8A8_SRGB"])
 def test_the_host_and_an_image(gpu: Context, name: str) -> None:
     """SPEC V-IMAGE-COPY"""
-    t = images.image(gpu, (13, 7), getattr(vk, f"VK_FORMAT_{name}"))
+    t = gpu.image((13, 7), getattr(vk, f"VK_FORMAT_{name}"))
     a = pixels(*t.shape, dtype=str(t.dtype))
     interop.copyto(t, a).wait(10)
     np.testing.assert_array_equal(back(t), a)
 
 
 def test_an_image_larger_than_a_chunk(gpu: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    t = images.image(gpu, (1200, 1500), vk.VK_FORMAT_R16G16B16A16_SFLOAT)
+    t = gpu.image((1200, 1500), vk.VK_FORMAT_R16G16B16A16_SFLOAT)
     a = pixels(1500, 1200, 4, dtype="float16")
     interop.copyto(t, a).wait(10)
     np.testing.assert_array_equal(back(t), a)
@@ -143,7 +143,7 @@ def test_an_image_larger_than_a_chunk(gpu: Context, monkeypatch: pytest.MonkeyPa
                                  lambda x: x[..., ::-1]])
 def test_any_strides_on_the_host(gpu: Context, cut: Callable[[Any], Any]) -> None:
     a = cut(pixels(40, 40, 4))
-    t = images.image(gpu, a.shape[1::-1], RGBA8)
+    t = gpu.image(a.shape[1::-1], RGBA8)
     interop.copyto(t, a).wait(10)
     np.testing.assert_array_equal(back(t), a)
     out = cut(np.zeros((40, 40, 4), np.uint8))
@@ -160,7 +160,7 @@ def test_any_strides_in_a_buffer(gpu: Context, cut: Callable[[Any], Any]) -> Non
     part = cut(whole)
     expected = np.zeros(part.shape, np.uint8)
     interop.copyto(expected, part)
-    t = images.image(gpu, part.shape[1::-1], RGBA8)
+    t = gpu.image(part.shape[1::-1], RGBA8)
     interop.copyto(t, part).wait(10)
     np.testing.assert_array_equal(back(t), expected)
     interop.copyto(whole, np.zeros_like(a)).wait(10)
@@ -175,13 +175,13 @@ def test_bytes_that_do_not_begin_on_a_texel(gpu: Context) -> None:
     raw = interop.empty(1 + 8 * 8, "uint8", device=gpu)
     a = pixels(65)
     interop.copyto(raw, a).wait(10)
-    t = images.image(gpu, (8, 8), vk.VK_FORMAT_R8_UNORM)
+    t = gpu.image((8, 8), vk.VK_FORMAT_R8_UNORM)
     interop.copyto(t, raw[1:].reshape(8, 8, 1)).wait(10)
     np.testing.assert_array_equal(back(t).ravel(), a[1:])
 
 
 def test_depth_comes_first(gpu: Context) -> None:
-    t = images.image(gpu, (5, 4, 3), RGBA8)
+    t = gpu.image((5, 4, 3), RGBA8)
     assert t.shape == (3, 4, 5, 4)
     a = pixels(*t.shape)
     interop.copyto(t, a).wait(10)
@@ -207,7 +207,7 @@ def test_layers_come_first(gpu: Context) -> None:
 
 def test_between_images(gpu: Context) -> None:
     a = pixels(9, 9, 4)
-    t, u = images.image(gpu, (9, 9), RGBA8), images.image(gpu, (9, 9), vk.VK_FORMAT_B8G8R8A8_UNORM)
+    t, u = gpu.image((9, 9), RGBA8), images.image(gpu, (9, 9), vk.VK_FORMAT_B8G8R8A8_UNORM)
     interop.copyto(t, a).wait(10)
     interop.copyto(u, t).wait(10)
     interop.copyto(t, t)
@@ -216,7 +216,7 @@ def test_between_images(gpu: Context) -> None:
 
 
 def test_images_of_two_contexts_are_not_copied(gpu: Context, vk_open: Open) -> None:
-    t, u = images.image(gpu, (9, 9), RGBA8), images.image(vk_open(adapter=None), (9, 9), RGBA8)
+    t, u = gpu.image((9, 9), RGBA8), images.image(vk_open(adapter=None), (9, 9), RGBA8)
     interop.copyto(t, pixels(9, 9, 4)).wait(10)
     with pytest.raises(ExchangeError):
         interop.copyto(u, t)
@@ -239,7 +239,7 @@ def test_an_image_is_left_in_the_layout_it_was_in(gpu: Context) -> None:
 
 
 def test_what_was_never_written_has_nothing_to_read(gpu: Context) -> None:
-    t = images.image(gpu, (8, 8), RGBA8)
+    t = gpu.image((8, 8), RGBA8)
     with pytest.raises(ExchangeError, match="UNDEFINED"):
         back(t)
 
@@ -274,7 +274,7 @@ def test_what_the_application_draws_is_read(gpu: Context) -> None:
 
 # ---- order, life ----
 def test_an_image_copy_comes_after_what_is_pending(gpu: Context) -> None:
-    t, line = images.image(gpu, (8, 8), RGBA8), gpu.timeline()
+    t, line = gpu.image((8, 8), RGBA8), gpu.timeline()
     b = interop.empty((8, 8, 4), "uint8", device=gpu)
     interop.copyto(t, pixels(8, 8, 4)).wait(10)
     interop.acquire(t, gpu, "write").release(line.at(1))
@@ -301,10 +301,10 @@ def test_the_applications_image_stays_the_applications(gpu: Context, driver: Cou
 def test_images_of_ours_go(gpu: Context, driver: CountingDriver) -> None:
     before = dict(driver.live)
     for _ in range(20):
-        images.image(gpu, (64, 64), RGBA8)
+        gpu.image((64, 64), RGBA8)
     gc.collect()
     assert dict(driver.live) == before
-    t = images.image(gpu, (64, 64), RGBA8)
+    t = gpu.image((64, 64), RGBA8)
     with pytest.raises(ExchangeError, match="still live"):
         gpu.close()
     t.allocation.close()
@@ -317,7 +317,7 @@ def test_a_step_that_fails_leaves_nothing(gpu: Context, driver: CountingDriver, 
     before = dict(driver.live)
     driver.fail_next(step, vk.VK_ERROR_OUT_OF_DEVICE_MEMORY)
     with pytest.raises(MemoryError):
-        images.image(gpu, (64, 64), RGBA8)
+        gpu.image((64, 64), RGBA8)
     assert dict(driver.live) == before
 
 

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 
 from interop.contract import DeviceLostError, ExchangeError, Point, pending_stream, ready_on
 
+from ..strided import HUGE, Move, advise_huge, host_move, plan
 from .driver import CudaError, Driver
-from .host import HUGE, advise_huge, host_move
-from .layout import Move, plan
 from .pack import Packer
 from .peers import Peers
 from .ring import Chunk, Ring, shares

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..strided import Axis, Move
 from .driver import Driver
-from .layout import Axis, Move
 
 PTX = Path(__file__).parent / "pack.ptx"
 _AXES = 8               # of a launch; what has more is launched for each index along the outer ones

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from interop.contract import ExchangeError, Point, pending_stream, ready_on
 
+from ..strided import Move
 from .driver import Driver
-from .layout import Move
 from .pack import Packer
 from .streams import Streams
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from interop.contract import DeviceLostError, ExchangeError
 
+from ..strided import Move
 from .driver import Driver
-from .layout import Move
 from .streams import HOST_TIMEOUT
 
 #: Bytes of a chunk. Each piece costs a few hand-overs of the GIL between the threads, so pieces must not be small.

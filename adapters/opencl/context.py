@@ -168,9 +168,11 @@ class Context(Base):
 
     def __del__(self) -> None:
         """The queue goes with it."""
-        if getattr(self, "_queue", 0) and self.alive:
-            with contextlib.suppress(Exception):
+        try:
+            if getattr(self, "_queue", 0) and self.alive:
                 self.driver.clReleaseCommandQueue(self._queue)
+        except Exception:           # not contextlib: at the very end the names of a module are None
+            return
 
 
 # ---- numbers ----

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from interop.contract import ExchangeError, Point, keep_until, pending
 
-from ..cuda.layout import Axis, Move, plan
+from ..strided import Axis, Move, plan
 from . import loader, maps, memory, queues
 from .context import HOST_TIMEOUT
 

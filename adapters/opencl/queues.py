@@ -6,7 +6,6 @@ interpreter lock that the thread which called the driver may hold. So the status
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import time
 from typing import Any
@@ -94,8 +93,10 @@ class EventPoint(Point):
     def __del__(self) -> None:
         """A Point that nobody waits for any more."""
         if getattr(self, "_event", 0):
-            with contextlib.suppress(Exception):
+            try:
                 self._let_go()
+            except Exception:       # not contextlib: at the very end the names of a module are None
+                return
 
     def __repr__(self) -> str:
         return f"EventPoint({self._event:#x})" if self._event else "EventPoint(done)"

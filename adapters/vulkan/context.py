@@ -64,6 +64,9 @@ class Context(interop.Context):
         has_timelines, can_export_timelines: whether Points are on timeline semaphores, and whether those leave as descriptors.
     """
 
+    #: Held here: at the very end the names of a module are None.
+    _finalizing = staticmethod(sys.is_finalizing)
+
     def __init__(self, adapter: Adapter | None, number: int, found: physical.PhysicalDevice, *, instance: int, device: int, table: Any,
                  queues: Sequence[tuple[int, int]], extensions: Iterable[str], features: Iterable[str] | None, api_version: int | None,
                  lock: Any = None, own_instance: Instance | None = None, owned: bool = False, keep: Any = None) -> None:
@@ -252,7 +255,7 @@ class Context(interop.Context):
     @property
     def alive(self) -> bool:
         """Whether its objects may be destroyed by what the garbage collector finds: open, this process', and not at the very end."""
-        return bool(self.device_handle) and self._made_in == loader.generation() and not sys.is_finalizing()
+        return bool(self.device_handle) and not self._finalizing() and self._made_in == loader.generation()
 
     def require(self, extension: str, what: str) -> None:
         """ExchangeError where an extension is off that `what` takes."""
@@ -321,6 +324,22 @@ class Context(interop.Context):
         return wrap_buffer(self, buffer, memory=memory, memory_size=memory_size, memory_type=memory_type, usage=usage, owner=owner,
                            memory_offset=memory_offset, nbytes=nbytes, handle_types=handle_types, dedicated=dedicated, mapped=mapped,
                            ready=ready, host_ready=host_ready, readonly=readonly)
+
+    def wrap_image(self, image: Any, **said: Any) -> interop.Tensor:
+        """The application's VkImage as a tensor of layout ``"vk-image"``; the keywords are those of `images.wrap_image`.
+
+        They say memory, memory_size, memory_type, format, extent, layout, usage and owner, and where they are not the usual ones
+        memory_offset, tiling, mip_levels, array_layers and readonly.
+        """
+        from . import images
+
+        return images.wrap_image(self, image, **said)
+
+    def image(self, extent: Sequence[int], format: int, usage: int | None = None) -> interop.Tensor:
+        """A VkImage of interop's own, of layout ``"vk-image"``: `images.image`. `extent` is (width, height) or with depth."""
+        from . import images
+
+        return images.image(self, extent, format, usage)
 
     # ---- what it is made of ----
     def recorder(self, family: int) -> Recorder:

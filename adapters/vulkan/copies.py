@@ -18,8 +18,7 @@ import numpy as np
 
 from interop.contract import ExchangeError, Point
 
-from ..cuda.host import host_move
-from ..cuda.layout import Move, plan
+from ..strided import Move, host_move, plan
 from . import api as vk
 from . import commands, memory, ring
 from .queue import HOST_TIMEOUT

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from interop.contract import ExchangeError, Point, opaque_tensor
 
-from ..cuda.layout import Move, plan
+from ..strided import Move, plan
 from . import api as vk
 from . import copies, handles, memory, ring
 

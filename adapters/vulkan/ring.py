@@ -74,7 +74,7 @@ class Scratch:
     def __del__(self) -> None:
         """Gone where no queue uses it any more; else its Context destroys it when it closes."""
         context = getattr(self, "_context", None)
-        if context is not None and self._key and (self.busy is None or self.busy.done()):
+        if context is not None and self._key and context.alive and (self.busy is None or self.busy.done()):
             context.release(self._key)
 
 

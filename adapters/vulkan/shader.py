@@ -159,7 +159,7 @@ class Shader:
     def __del__(self) -> None:
         """The pipeline goes when the last dispatches are done."""
         for done, _ in getattr(self, "_flying", ()):
-            if not done.done() and self.context.alive:
+            if self.context.alive and not done.done():
                 ring.keep(self.context, done, self._made)
 
     def __repr__(self) -> str:
@@ -230,7 +230,7 @@ class _Made:
 
     def __del__(self) -> None:
         """Gone where no dispatch is on its way; else its Context destroys them when it closes."""
-        if getattr(self, "_key", 0) and all([p.done() for p in self.last.values()]):
+        if getattr(self, "_key", 0) and self._context.alive and all([p.done() for p in self.last.values()]):
             self._context.release(self._key)
 
 

@@ -6,7 +6,7 @@ import ctypes
 
 import numpy as np
 
-from .layout import Move
+from .moves import Move
 
 #: Bytes of a huge page.
 HUGE = 2 << 20
