@@ -58,7 +58,7 @@ def main(framework: str) -> int:
     try:
         import vulkan
     except (ImportError, OSError) as e:
-        print(f"no Vulkan here, nothing shown: {e}")
+        print(f"nothing shown: this takes the Python package vulkan (pip install vulkan) and a Vulkan loader: {e}")
         return 0
     try:
         mine = Renderer(vulkan)

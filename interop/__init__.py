@@ -19,10 +19,11 @@ if _interpreters is not None and _interpreters.get_current() != _interpreters.ge
 
 try:
     from . import _core
-except ModuleNotFoundError as e:
-    if e.name != f"{__name__}._core":
+except ImportError as e:
+    if e.name != f"{__name__}._core" and not (e.name == __name__ and "'_core'" in str(e)):
         raise
-    raise ImportError("interop is not built: run `make demo` in its checkout, or `pip install -e .`") from None
+    raise ImportError("interop is not built in this folder: run `make demo` in the checkout, or `pip install -e .`; what `pip install .` "
+                      "installed is found from any other folder") from None
 
 from . import leases, memory, native, points, registry, shutdown, transfer
 from ._core import Allocation, Device, DType, Tensor, as_tensor, from_dlpack, kind, to

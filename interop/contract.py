@@ -13,15 +13,40 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._core import hold_open, opaque_tensor, pending_stream, ready_on, retire_address, stream_idle, stream_of
 from .errors import DeviceLostError, ExchangeError
-from .points import Point, failed_write, keep_until, note, pending, point
+from .points import Point, as_point, failed_write, keep_until, note, pending, point
 from .registry import party_limits, register
 
 if TYPE_CHECKING:
     from . import Tensor
 
-__all__ = ["Adapter", "Attributes", "DeviceLostError", "ExchangeError", "Guard", "Importable", "Limits", "Mapped", "Point", "failed_write",
-           "get_include", "hold_open", "keep_until", "note", "opaque_tensor", "party_limits", "pending", "pending_stream", "point",
-           "ready_on", "register", "retire_address", "set_cuda_driver", "stream_idle", "stream_of"]
+__all__ = [
+    "Adapter",
+    "Attributes",
+    "DeviceLostError",
+    "ExchangeError",
+    "Guard",
+    "Importable",
+    "Limits",
+    "Mapped",
+    "Point",
+    "as_point",
+    "failed_write",
+    "get_include",
+    "hold_open",
+    "keep_until",
+    "note",
+    "opaque_tensor",
+    "party_limits",
+    "pending",
+    "pending_stream",
+    "point",
+    "ready_on",
+    "register",
+    "retire_address",
+    "set_cuda_driver",
+    "stream_idle",
+    "stream_of",
+]
 
 #: Optional methods of an adapter; each one is a capability. `Adapter.can` says which are there.
 CAPABILITIES = ("allocate", "export_handle", "import_handle", "map", "copy", "wait", "record", "limits", "to_device",
@@ -192,7 +217,8 @@ class Adapter:
     #   import_handle(handle, *, place) -> Allocation        handle.take() once the driver has taken it
     #   map(allocation, access, first, nbytes) -> Mapped | NotImplemented     so many bytes from there; may come while others are mapped.
     #       A lease maps in place where the Mapped has flush (which may do nothing) or outlives_unmap; else interop stages
-    #   copy(dst, src, stream) -> Point | None | NotImplemented     any strides; each side is the host's or its own. None: done
+    #   copy(dst, src, stream) -> Point | None | NotImplemented     any strides; each side is the host's or its own. None: done.
+    #       An error that is exactly ExchangeError is a refusal, before anything was written; after any other `dst` counts as spoiled
     #   wait(place, stream, point) -> bool                   make a queue wait for a Point; False: cannot. ExchangeError: no such
     #       queue, also where the Point is done. `stream` is whatever form the API's users have, and the number of ``__dlpack__``
     #   record(place, stream) -> Point                       when what the queue was given so far is done

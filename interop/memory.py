@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import mmap
+import operator
 import os
 import struct
 import time
@@ -378,8 +379,11 @@ def host_view(t: Tensor) -> Tensor | None:
     """
     a = t.allocation
     adapter = a.adapter or adapter_of(a.device)
-    if adapter is None or not adapter.can("host_view") or not t.size or t.layout != "strided":
+    if adapter is None or not adapter.can("host_view") or t.layout != "strided":
         return None
+    if not t.size:
+        out: Tensor = _core.host_tensor(t.shape, t.dtype, t.padded)
+        return out
     address = adapter.host_view(a)
     if address is None:
         return None
@@ -518,7 +522,7 @@ def empty(shape: Any, dtype: Any, *, device: Any = None, shared_with: Iterable[A
     Raises ExchangeError naming the parties that cannot share such memory, and those that could.
     """
     kind = DType(dtype)
-    extents = (shape.__index__(),) if hasattr(shape, "__index__") else tuple(s.__index__() for s in shape)
+    extents = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(operator.index(s) for s in shape)
     if isinstance(shared_with, str):
         raise TypeError(f"shared_with={shared_with!r}: a sequence of parties, such as ['torch']")
     if alignment is not None and (alignment <= 0 or alignment & (alignment - 1)):

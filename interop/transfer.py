@@ -85,6 +85,8 @@ def _hold(t: Any, kind: int, against: int, own: int) -> int:
 
 def _copy(to: Any, source: Any, stream: Any, progress: Callable[[int, int], Any] | None) -> Point:
     """Ordered after what is pending on both, noted on both."""
+    if not to.size:
+        return READY
     written = points.pending(source, "read")
     error = written.error() if written.done() else None
     if error is not None:
@@ -125,10 +127,12 @@ _NOBODY: Any = _Nobody()
 
 @contextlib.contextmanager
 def _spoils(to: Any) -> Iterator[None]:
-    """What fails in here may have written half: whoever reads `to` next is told."""
+    """What fails in here may have written half: whoever reads `to` next is told. A plain ExchangeError is a refusal: nothing was begun."""
     try:
         yield
     except Exception as e:
+        if type(e) is ExchangeError:
+            raise
         points.note(to, "write", points.Failed(points.without_frames(e)))
         raise
 

@@ -421,3 +421,132 @@ def test_one_block_for_all(queue: Any) -> None:
     t += 1
     icl.Kernel(ADD, "add", device=queue)(d, 1.0, size=1024, queue=queue).wait(10)
     assert (n == 3).all() and bool((t == 3).all()) and torch is not None
+
+
+# ---- what hostile callers found ----
+def test_a_kernel_runs_on_the_queue_that_is_named_by_its_number(queue: Any) -> None:
+    """O-KERNEL, O-QUEUE: behind what that queue was made to wait for."""
+    copy = icl.Kernel("__kernel void f(__global const float *a, __global float *b) { b[get_global_id(0)] = a[get_global_id(0)]; }", "f",
+                      device=queue)
+    a, b = cla.zeros(queue, 100, np.float32), cla.zeros(queue, 100, np.float32)
+    queue.finish()
+    timer = open_later(gated(queue, a))
+    copy(a, b, size=100, queue=queue.int_ptr, access=["read", "write"]).wait(10)
+    timer.join()
+    assert (interop.to(b, "numpy") == 5).all()
+
+
+def test_an_event_is_held_while_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """O-WAIT: two threads ask at once, and the one that is told "complete" takes nothing from the other."""
+    asked, go, released = threading.Event(), threading.Event(), []
+
+    class Driver:
+        def clGetEventInfo(self, event: int, what: int, size: int, out: Any, needed: Any) -> int:
+            if threading.current_thread().name == "slow":
+                asked.set()
+                go.wait(10)
+            assert not released
+            out._obj.value = 0
+            return 0
+
+        def clReleaseEvent(self, event: int) -> int:
+            released.append(event)
+            return 0
+
+    p = queues.EventPoint(4096, 1, driver=Driver())
+    slow = threading.Thread(target=p.done, name="slow")
+    slow.start()
+    assert asked.wait(10) and p.done() and not released
+    go.set()
+    slow.join()
+    assert p.handle == 0
+    del p, slow
+    collect()
+    assert released == [4096]
+
+
+@pytest.mark.parametrize("bad", [{"size": -1}, {"size": 0}, {"size": "x"}, {"size": (float("nan"),)}, {"size": (None,)}, {"size": 2**64},
+                                 {"size": ()}, {"size": (1, 1, 1, 1)}, {"size": 4, "local": (-1,)}, {"size": 4, "local": ()},
+                                 {"size": 4, "local": (2, 2)}, {"size": 4, "local": "x"}], ids=str)
+def test_sizes_are_sizes(queue: Any, bad: Any) -> None:
+    """O-KERNEL"""
+    k, a = icl.Kernel(ADD, "add", device=queue), cla.zeros(queue, 8, np.float32)
+    with pytest.raises((TypeError, ValueError)):
+        k(a, 1.0, **bad)
+    k(a, 1.0, size=8).wait(10)
+
+
+@pytest.mark.parametrize("arguments", [(1.0, "array"), (5, 1.0), ("array", np.complex128(1)), ("array", b"x"), ("array",)], ids=str)
+def test_arguments_that_do_not_fit_are_refused(queue: Any, arguments: Any) -> None:
+    """O-KERNEL"""
+    k, a = icl.Kernel(ADD, "add", device=queue), cla.zeros(queue, 8, np.float32)
+    with pytest.raises((ExchangeError, TypeError, ValueError)):
+        k(*[a if x == "array" else x for x in arguments], size=8)
+    interop.acquire(a, "numpy", "write").release()          # no lease is left
+
+
+def test_options_in_one_string_are_refused(queue: Any) -> None:
+    for options in ("-DX=1", [5]):
+        with pytest.raises(TypeError, match="options"):
+            icl.Kernel(ADD, "add", device=queue, options=options)
+
+
+def test_points_of_others_are_waited_for(queue: Any) -> None:
+    """SPEC P-THIRD"""
+    class Theirs:
+        over = False
+
+        def done(self) -> bool:
+            return self.over
+
+        def wait(self, timeout: float | None = None) -> None:
+            self.over = True
+
+    theirs, k, a = Theirs(), icl.Kernel(ADD, "add", device=queue), cla.zeros(queue, 8, np.float32)
+    k(a, 1.0, size=8, waits=[theirs, None]).wait(10)
+    assert theirs.over
+    for x in ("x", [], a):
+        with pytest.raises(TypeError):
+            icl.events(x)
+
+
+@pytest.mark.parametrize("first", [0, 30, 1])
+def test_strided_copies_within_one_cl_mem(queue: Any, first: int) -> None:
+    """O-COPY: any strides; within one cl_mem OpenCL wants equal pitches of a rectangle."""
+    x = np.arange(256, dtype="u1")
+    t = interop.empty(256, "u1", device=queue)
+    interop.copyto(t, x).wait(10)
+    a = t.allocation
+    interop.copyto(a.tensor((4,), "u1", strides=(2,), byte_offset=100), a.tensor((4,), "u1", byte_offset=first)).wait(10)
+    x[100:108:2] = x[first:first + 4]
+    np.testing.assert_array_equal(interop.to(t, "numpy", device="cpu"), x)
+
+
+def test_a_cl_mem_that_is_wrapped_twice_stays_known(queue: Any) -> None:
+    """O-WRAP"""
+    b = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 256)
+    x = icl.wrap(b, context=queue.context).tensor((64,), "float32")
+    y = icl.wrap(b, context=queue.context, readonly=True).tensor((64,), "float32")
+    assert icl.native(x).handle == icl.native(y).handle == b.int_ptr
+    del y
+    collect()
+    assert icl.native(x).handle == b.int_ptr
+    y = icl.wrap(b, context=queue.context, readonly=True).tensor((64,), "float32")
+    del x
+    collect()
+    assert icl.native(y).handle == b.int_ptr
+
+
+def test_empty_arrays_come_and_go(queue: Any) -> None:
+    """O-EMPTY"""
+    t = interop.to(np.ones((0, 3), "f4"), icl.Context.of(queue))
+    assert t.shape == (0, 3) and interop.to(t, "numpy", device="cpu").shape == (0, 3)
+
+
+@pytest.mark.parametrize("x", [None, 5, np.zeros(4)])
+def test_what_is_no_svm_is_refused(queue: Any, x: Any) -> None:
+    """O-SVM"""
+    with pytest.raises(TypeError):
+        icl.svm_buffer(x, queue)
+    with pytest.raises(TypeError):
+        icl.svm.fine(x)

@@ -755,3 +755,44 @@ c.queue.run(lambda commands: None, waits=[gate.at(1)])
     start = time.monotonic()
     run(code)
     assert time.monotonic() - start < 20
+
+
+# ---- what hostile callers found ----
+def test_a_closed_timeline_is_no_wait(vk_context: Context) -> None:
+    line = vk_context.timeline()
+    line.close()
+    for waits in ([(line, 1)], [line.at(1)]):
+        with pytest.raises(ExchangeError, match="closed"):
+            vk_context.queue.submit(waits=waits)
+
+
+@pytest.mark.parametrize("value", [-1, 2**64 - 1, 2**64, 1.5, None])
+def test_a_timeline_is_signalled_with_numbers_that_it_can_have(vk_context: Context, value: Any) -> None:
+    line = vk_context.timeline()
+    with pytest.raises(ValueError):
+        line.signal(value)
+    line.signal(1)
+    assert line.value == 1 and vk_context.lost is None
+
+
+def test_points_of_others_are_waited_for(vk_context: Context) -> None:
+    """SPEC P-THIRD"""
+    class Theirs:
+        over = False
+
+        def done(self) -> bool:
+            return self.over
+
+        def wait(self, timeout: float | None = None) -> None:
+            self.over = True
+
+    theirs = Theirs()
+    vk_context.queue.submit(waits=[theirs, None]).wait(10)
+    assert theirs.over
+
+
+@pytest.mark.parametrize("layers", [[5], "VK_LAYER_KHRONOS_validation", [b"x"], ["a\0b"]])
+def test_names_are_names(layers: Any) -> None:
+    need_vulkan()
+    with pytest.raises(TypeError, match="layers"):
+        Context.open(layers=layers)

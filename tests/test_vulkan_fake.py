@@ -289,7 +289,8 @@ def test_a_shader_runs(fake_open: Open, config: str) -> None:
     f.kernels["main"] = add
     import struct
 
-    spirv = struct.pack("<5I", 0x07230203, 0x10000, 0, 1, 0)
+    entry = 5 << 16 | 15, 5, 1, 0x6E69616D, 0, 1 << 16 | 56         # OpEntryPoint GLCompute "main", OpFunctionEnd
+    spirv = struct.pack("<11I", 0x07230203, 0x10000, 0, 1, 0, *entry)
     shader = ivk.Shader(c, spirv, bindings=1, push_constants=4)
     t = there(c, numbers(64))
     for _ in range(3):

@@ -26,7 +26,8 @@ from interop.adapters.vulkan.loader import OutOfMemory, VulkanError
 
 Open = Callable[..., tuple[Context, FakeVulkan]]
 OOM, LOST = {-1, -2, -12, -1000069000, -1000161000}, -4
-SPIRV = struct.pack("<5I", 0x07230203, 0x10000, 0, 1, 0)
+#: OpEntryPoint GLCompute "main", OpFunctionEnd
+SPIRV = struct.pack("<11I", 0x07230203, 0x10000, 0, 1, 0, 5 << 16 | 15, 5, 1, 0x6E69616D, 0, 1 << 16 | 56)
 
 
 @functools.cache

@@ -323,10 +323,26 @@ def test_a_step_that_fails_leaves_nothing(gpu: Context, driver: CountingDriver, 
 
 @pytest.mark.parametrize(("other", "match"), [({"memory_type": 99}, "memory_type"), ({"memory_size": 16}, "memory_size"),
                                               ({"mip_levels": 0}, "mip_levels"), ({"array_layers": 0}, "array_layers"),
-                                              ({"extent": (1,)}, "extent"), ({"memory_offset": -4}, "memory_size")])
+                                              ({"extent": (1,)}, "extent"), ({"memory_offset": -4}, "memory_offset"),
+                                              ({"extent": (4000, 5000)}, "and the image"), ({"array_layers": 10000}, "and the image"),
+                                              ({"array_layers": 2**70}, "array_layers"), ({"layout": 99999}, "layout"),
+                                              ({"layout": -1}, "layout"), ({"usage": 2**70}, "usage")])
 def test_what_cannot_be_true_of_an_image(gpu: Context, other: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Theirs(gpu).wrap(**other)
+
+
+@pytest.mark.parametrize("said", ["memory_size", "memory_offset", "mip_levels", "array_layers", "layout", "usage", "tiling", "format"])
+@pytest.mark.parametrize("value", [float("nan"), 1.5, "x", None])
+def test_what_is_no_number_of_an_image(gpu: Context, said: str, value: Any) -> None:
+    with pytest.raises((TypeError, ExchangeError)):
+        Theirs(gpu).wrap(**{said: value})
+    t = gpu.image((4, 4), RGBA8)
+    with pytest.raises(TypeError):
+        ivk.set_layout(t, value)
+    for x in (None, 5, object()):
+        with pytest.raises(ExchangeError):
+            ivk.image_native(x)
 
 
 def test_images_that_are_not_for_copies(gpu: Context) -> None:

@@ -416,3 +416,35 @@ def test_a_context_that_closes_while_a_dropped_shader_ran(vk_open: Open) -> None
             except ExchangeError:                           # memory that was dropped is released on a thread of interop's
                 threading.Event().wait(0.005)
         assert c.closed
+
+
+# ---- what hostile callers found ----
+def test_code_that_was_cut_off_is_refused(gpu: Context) -> None:
+    """SPEC V-SHADER: drivers crash on it."""
+    code = spirv(FILL)
+    for part in (len(code) // 2 // 4 * 4, len(code) - 4, 20):
+        with pytest.raises(ValueError):
+            ivk.Shader(gpu, code[:part], push_constants=4)
+    with pytest.raises(ValueError, match="nope"):
+        ivk.Shader(gpu, code, entry="nope", push_constants=4)
+    with pytest.raises(ValueError, match="push_constants 0"):
+        ivk.Shader(gpu, code)
+
+
+def test_arguments_that_are_none(gpu: Context) -> None:
+    """SPEC V-SHADER"""
+    code, t = spirv(FILL), floats(gpu, 16)
+    for context in (None, 5, "vulkan:0"):
+        with pytest.raises(TypeError, match="context"):
+            ivk.Shader(context, code, push_constants=4)
+    for constants in (5, [1]):
+        with pytest.raises(TypeError, match="specialization"):
+            ivk.Shader(gpu, code, push_constants=4, specialization=constants)
+    fill = ivk.Shader(gpu, code, push_constants=4)
+    for x in (None, 5, np.zeros(4)):
+        with pytest.raises(TypeError, match="no Tensor"):
+            fill(x, push=[1.0])
+    with pytest.raises(TypeError, match="groups"):
+        fill(t, groups=(1.5,), push=[1.0])
+    with pytest.raises(ValueError, match="32 bits"):
+        fill(t, push=[1e300])

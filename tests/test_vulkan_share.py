@@ -529,3 +529,40 @@ def test_memory_that_the_host_is_to_see_is_such(gpu: Context, party: str) -> Non
     assert t.allocation.traits >= {"host_visible", "coherent"}
     interop.copyto(t, np.arange(100, dtype="float32")).wait(5)
     assert interop.to(t, "numpy")[99] == 99
+
+
+# ---- what hostile callers found ----
+def test_a_known_handle_is_not_larger_than_it_is(gpu: Context) -> None:
+    """SPEC M-WRAP-*: what is misdeclared would be read and written beyond its end."""
+    x = interop.empty(64, "float32", device=gpu)
+    with pytest.raises(ValueError, match="256 bytes"):
+        interop.wrap(ivk.native(x).handle, 10**6, device=gpu, owner=None)
+    assert interop.wrap(ivk.native(x).handle, 256, device=gpu, owner=x).nbytes == 256
+
+
+def test_a_refused_copy_spoils_nothing(gpu: Context) -> None:
+    """V-COPY"""
+    x = interop.empty(4, "float32", device=gpu)
+    interop.copyto(x, np.ones(4, "f4")).wait(5)
+    with pytest.raises(ExchangeError):
+        interop.copyto(x, np.zeros(4, "f4"), stream=5)
+    assert (interop.to(x, "numpy") == 1).all()
+
+
+def test_a_pipe_is_no_memory(gpu: Context) -> None:
+    """V-IMPORT: a driver would read it for ever."""
+    read, write = os.pipe()
+    try:
+        handle = ExternalHandle.duplicate("opaque_fd", read, 4096, device_uuid=gpu.device_uuid, driver_uuid=gpu.driver_uuid, memory_type=0)
+        with handle, pytest.raises(ExchangeError, match="pipe"):
+            import_handle(handle, gpu)
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_empty_arrays_come_and_go(gpu: Context) -> None:
+    """V-ALLOC"""
+    v = interop.to(np.ones((0, 3), "f4"), gpu)
+    assert v.shape == (0, 3) and v.device == gpu.device
+    assert interop.to(v, "numpy").shape == (0, 3) and interop.to(v, "numpy", device="cpu").shape == (0, 3)

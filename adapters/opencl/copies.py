@@ -99,12 +99,12 @@ def _shares_bytes(a: Mem, b: Mem) -> bool:
                                or memory.ask(b.context, b.handle, 0x1107, ctypes.c_void_p))
 
 
-def rects(move: Move) -> Iterator[tuple[int, int, int, Axis | None]]:
+def rects(move: Move, same: bool = False) -> Iterator[tuple[int, int, int, Axis | None]]:
     """``(dst, src, unit, axis)``: runs, repeated along one axis where its steps are such that OpenCL has words for it.
 
-    Pitches are positive and at least as long as a run (OpenCL, clEnqueueCopyBufferRect).
+    Pitches are positive and at least as long as a run, and within one cl_mem (`same`) both are one (OpenCL, clEnqueueCopyBufferRect).
     """
-    if move.axes and all(step >= move.unit for step in move.axes[-1][1:]):
+    if _even(move, same):
         axis = move.axes[-1]
         for m in move.outer(len(move.axes) - 1):
             yield m.dst, m.src, m.unit, axis
@@ -113,15 +113,22 @@ def rects(move: Move) -> Iterator[tuple[int, int, int, Axis | None]]:
         yield m.dst, m.src, m.unit, None
 
 
-def _many(move: Move) -> bool:
+def _even(move: Move, same: bool) -> bool:
+    if not move.axes:
+        return False
+    _, to, source = move.axes[-1]
+    return to >= move.unit and source >= move.unit and (to == source or not same)
+
+
+def _many(move: Move, same: bool = False) -> bool:
     runs = move.nbytes // move.unit
-    if move.axes and all(step >= move.unit for step in move.axes[-1][1:]):
+    if _even(move, same):
         runs //= move.axes[-1][0]
     return runs > RECTS
 
 
 def _within(c: Context, queue: int, to: Mem, source: Mem, move: Move) -> Iterator[int]:
-    for d, s, unit, axis in rects(move):
+    for d, s, unit, axis in rects(move, to.handle == source.handle):
         if axis is None:
             yield c.driver.clEnqueueCopyBuffer(queue, source.handle, to.handle, s, d, unit, 0, None, None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import interop
-from interop.contract import ExchangeError, Point, point
+from interop.contract import ExchangeError, Point, as_point, point
 
 from . import loader, memory, queues
 from .context import HOST_TIMEOUT, Context
@@ -35,10 +36,14 @@ class Kernel:
             source: OpenCL C.
             name: the ``__kernel`` function.
             device: a queue or context of pyopencl's, a Context, or a Device; None: ``opencl:0``.
-            options: of the compiler.
+            options: of the compiler, one by one: ``["-cl-fast-relaxed-math", "-DN=4"]``.
 
-        Raises ExchangeError: it does not compile; the message has the build log.
+        Raises:
+            ExchangeError: it does not compile; the message has the build log.
+            TypeError: options in one string.
         """
+        if isinstance(options, str) or not all([isinstance(o, str) for o in options]):
+            raise TypeError(f"options {options!r}: a sequence of strings")
         self.context = c = Context.of(device)
         self.name = name
         cl = loader.module()
@@ -58,19 +63,26 @@ class Kernel:
             args: Tensors, pyopencl Arrays or Buffers of this context for ``__global`` pointers; NumPy scalars; ints and floats are 32 bits.
             size: global work size. local: work-group size.
             queue: pyopencl's CommandQueue to run on, of the same context; None: interop's own.
-            access: ``"read"``, ``"write"`` or ``"read_write"`` for each tensor; None: read_write, read where read-only.
+            access: ``"read"``, ``"write"`` or ``"read_write"``, one for all or one for each tensor; None: read_write, read where read-only.
             waits: Points to come after, beside what is pending on the tensors.
 
         Raises:
-            ExchangeError: memory of another context, read-only memory to be written, mapped memory; an offset at which no cl_mem begins.
-            LeaseError: somebody uses a tensor.
+            ExchangeError: memory of another context, read-only memory to be written, mapped memory; an offset at which no cl_mem begins;
+                arguments or sizes that the driver refuses.
+            LeaseError: somebody uses a tensor. TypeError, ValueError: sizes that are none.
         """
         c = self.context
         c.check()
         found = c.find_queue(queue)
         tensors = {i: interop.as_tensor(a) for i, a in enumerate(args) if isinstance(a, interop.Tensor) or hasattr(a, "int_ptr")
                    or hasattr(a, "base_data")}
-        wanted = list(access) if access is not None else ["read" if t.readonly else "read_write" for t in tensors.values()]
+        grid, group = _sizes(size, "size"), None if local is None else _sizes(local, "local")
+        if group is not None and len(group) != len(grid):
+            raise ValueError(f"local {local!r}: as many dimensions as size {size!r}")
+        if access is None:
+            wanted = ["read" if t.readonly else "read_write" for t in tensors.values()]
+        else:
+            wanted = [access] * len(tensors) if isinstance(access, str) else list(access)
         if len(wanted) != len(tensors):
             raise ValueError(f"access {access!r}: one for each of {len(tensors)} tensors")
         values: list[Any] = [a if i in tensors else _scalar(a) for i, a in enumerate(args)]
@@ -79,16 +91,19 @@ class Kernel:
         leases = _leased(c, list(zip(tensors.values(), wanted, strict=True)))
         done: Point = _NOTHING
         try:
-            after = [*(lease.after for lease in leases), *waits]
+            after = [as_point(p) for p in (*(lease.after for lease in leases), *waits)]
             ready = [e for p in after for e in queues.split(p, c.handle, HOST_TIMEOUT)]
             if ready:
                 queues.barrier(c.driver, found, ready)
-            grid = (size,) if isinstance(size, int) else tuple(size)
-            on = queue if queue is not None and hasattr(queue, "int_ptr") else self._queue
             cl = loader.module()
+            on = self._queue if found == c.queue else cl.CommandQueue.from_int_ptr(found, True)
             with self._lock:
-                self._kernel.set_args(*values)
-                launched = cl.enqueue_nd_range_kernel(on, self._kernel, grid, None if local is None else tuple(local))
+                try:
+                    self._kernel.set_args(*values)
+                    launched = cl.enqueue_nd_range_kernel(on, self._kernel, grid, group)
+                except cl.Error as e:
+                    raise ExchangeError(f"kernel {self.name}: {str(e).strip()}",
+                                        "its parameters, the size of each argument and of the work groups have to fit") from e
             done = queues.point_of(c.driver, int(launched.int_ptr), c.handle)
         finally:
             for lease in leases:
@@ -115,6 +130,17 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<Kernel {self.name} on {self.context.device}>"
+
+
+def _sizes(x: Any, what: str) -> tuple[int, ...]:
+    """One to three positive numbers (OpenCL, clEnqueueNDRangeKernel)."""
+    try:
+        given = (operator.index(x),) if hasattr(x, "__index__") else tuple([operator.index(n) for n in x])
+    except TypeError:
+        raise TypeError(f"{what} {x!r}: an int, or one to three of them") from None
+    if not 1 <= len(given) <= 3 or not all([0 < n < 2**63 for n in given]):
+        raise ValueError(f"{what} {x!r}: one to three numbers, each at least 1")
+    return given
 
 
 def _scalar(a: Any) -> Any:

@@ -38,7 +38,7 @@ class Mem:
         written, read: maps that are still there.
     """
 
-    __slots__ = ("address", "context", "flags", "handle", "keeper", "nbytes", "queue", "read", "source", "written")
+    __slots__ = ("address", "context", "flags", "handle", "keeper", "nbytes", "other", "queue", "read", "source", "written")
 
     def __init__(self, context: Context, handle: int, nbytes: int, flags: int) -> None:
         """Known by its handle from here on."""
@@ -46,14 +46,25 @@ class Mem:
         self.queue, self.address, self.written, self.read = 0, 0, 0, 0
         self.keeper: Any = None
         self.source: Any = None
+        self.other = context.store.mems.get(handle)      # one that is known by the same handle, and may outlive this
         context.store.mems[handle] = self
 
     def release(self) -> None:
         """Give interop's reference back."""
         c = self.context
         with c.store.lock:
-            if c.store.mems.get(self.handle) is self:
-                del c.store.mems[self.handle]
+            newest = c.store.mems.get(self.handle)
+            if newest is self:
+                if self.other is not None:
+                    c.store.mems[self.handle] = self.other
+                else:
+                    del c.store.mems[self.handle]
+            else:
+                while newest is not None and newest.other is not self:
+                    newest = newest.other
+                if newest is not None:
+                    newest.other = self.other
+            self.other = None
         if c.alive:
             c.driver.clReleaseMemObject(self.handle)
 

@@ -10,7 +10,7 @@ import ctypes
 import time
 from typing import Any
 
-from interop.contract import ExchangeError, Point
+from interop.contract import ExchangeError, Point, as_point
 
 from . import loader
 
@@ -20,9 +20,9 @@ OUT_OF_ORDER = 1
 
 
 class EventPoint(Point):
-    """When a cl_event is complete. Holds it until then (OpenCL, Event Objects)."""
+    """When a cl_event is complete. Holds it as long as it lives: others may ask at the same time (OpenCL, Event Objects)."""
 
-    __slots__ = ("_code", "_driver", "_error", "_event", "_generation", "_pause", "context", "noted")
+    __slots__ = ("_driver", "_error", "_event", "_generation", "_over", "_pause", "context", "noted")
 
     def __init__(self, event: int, context: int, *, driver: Any = None) -> None:
         """Takes over one reference to the event, of this cl_context."""
@@ -30,18 +30,17 @@ class EventPoint(Point):
         self._driver = driver if driver is not None else loader.driver()
         self._error: BaseException | None = None
         self._generation, self._pause = loader.generation(), 2e-5
-        self._code = ctypes.c_int32(1)
+        self._over = not event
         self.noted: set[int] = set()        # the Allocations on which it has been noted
 
     def _poll(self) -> bool:
-        event = self._event
-        if not event:
+        if self._over:
             return True
         if self._generation != loader.generation():
-            self._error, self._event = ExchangeError("this event was made before fork: it is the parent's"), 0
+            self._error, self._over = ExchangeError("this event was made before fork: it is the parent's"), True
             return True
-        code = self._code
-        result = self._driver.clGetEventInfo(event, _EVENT_STATUS, 4, ctypes.byref(code), None)
+        code = ctypes.c_int32(1)
+        result = self._driver.clGetEventInfo(self._event, _EVENT_STATUS, 4, ctypes.byref(code), None)
         status = result if result < 0 else code.value
         if status > 0:
             return False
@@ -50,13 +49,8 @@ class EventPoint(Point):
                 loader.check(status, "work on an OpenCL queue")
             except ExchangeError as e:
                 self._error = e.with_traceback(None)
-        self._let_go()
+        self._over = True
         return True
-
-    def _let_go(self) -> None:
-        event, self._event = self._event, 0
-        if event and loader.alive(self._generation):
-            self._driver.clReleaseEvent(event)
 
     def _block(self, seconds: float) -> None:
         time.sleep(min(seconds, self._pause))
@@ -68,8 +62,8 @@ class EventPoint(Point):
 
     @property
     def handle(self) -> int:
-        """The cl_event; 0 once it is complete."""
-        return self._event
+        """The cl_event; 0 once it is known to be complete."""
+        return 0 if self._over else self._event
 
     def native(self) -> int:
         """The cl_event, valid as long as this Point is and not done. ExchangeError when done: there is nothing to wait for."""
@@ -94,12 +88,13 @@ class EventPoint(Point):
         """A Point that nobody waits for any more."""
         if getattr(self, "_event", 0):
             try:
-                self._let_go()
+                if loader.alive(self._generation):
+                    self._driver.clReleaseEvent(self._event)
             except Exception:       # not contextlib: at the very end the names of a module are None
                 return
 
     def __repr__(self) -> str:
-        return f"EventPoint({self._event:#x})" if self._event else "EventPoint(done)"
+        return f"EventPoint({self._event:#x}{', done' if self._over else ''})"
 
 
 def queue_handle(stream: Any) -> int:
@@ -160,7 +155,7 @@ def context_of_event(driver: Any, event: int) -> int:
 def parts(point: Point) -> list[Point]:
     """A Point of several as those that are not done, one by one; failed ones stay."""
     out: list[Point] = []
-    for p in getattr(point, "parts", (point,)):
+    for p in getattr(point, "parts", None) or (as_point(point),):
         out.extend(parts(p) if hasattr(p, "parts") else [] if p.done() and p.error() is None else [p])
     return out
 
@@ -169,8 +164,9 @@ def split(point: Point, context: int, timeout: float) -> list[int]:
     """The cl_events of this cl_context among what must be waited for; the host waits for all else, and for what failed."""
     events = []
     for p in parts(point):
-        if isinstance(p, EventPoint) and p.context == context and p.handle:
-            events.append(p.handle)
+        handle = p.handle if isinstance(p, EventPoint) and p.context == context else 0
+        if handle:
+            events.append(handle)           # held by the Point, which is the caller's
         else:
             p.wait(timeout)
     return events

@@ -33,6 +33,8 @@ def fine(x: Any) -> Any:
     """The caller's word that an SVMAllocation was made with SVM_FINE_GRAIN_BUFFER; the object itself."""
     from . import loader
 
+    if not hasattr(x, "svm_ptr"):
+        raise TypeError(f"{x!r} is no SVMAllocation of pyopencl's")
     x._interop_flags = loader.module().svm_mem_flags.SVM_FINE_GRAIN_BUFFER
     return x
 
@@ -55,6 +57,8 @@ def svm_buffer(x: Any, context: Any) -> Allocation:
     from .context import Context
 
     c = Context.of(context)
+    if not hasattr(x, "svm_ptr"):
+        raise TypeError(f"{x!r} is no SVMAllocation of pyopencl's; of an ndarray over SVM nobody can tell")
     address, nbytes = int(x.svm_ptr), int(x.size)
     memory.check_size(c, nbytes)
     if address % c.data_alignment:

@@ -95,16 +95,16 @@ def wrap_buffer(context: Context, buffer: Any, *, memory: Any, memory_size: int,
     """``Context.wrap_buffer``."""
     context.check()
     handle, below = handles.number(buffer, "buffer"), handles.number(memory, "memory")
-    size, offset = _count(memory_size, "memory_size", 1), _count(memory_offset, "memory_offset", 0)
-    flags, kinds = _count(usage, "usage", 1), _kinds(context, handle_types)
-    if not 0 <= _count(memory_type, "memory_type", 0) < len(context.memory_types):
+    size, offset = handles.count(memory_size, "memory_size", 1), handles.count(memory_offset, "memory_offset", 0)
+    flags, kinds = handles.count(usage, "usage", 1), _kinds(context, handle_types)
+    if not 0 <= handles.count(memory_type, "memory_type", 0) < len(context.memory_types):
         raise ValueError(f"memory_type {memory_type}: {context.physical.name} has {len(context.memory_types)}")
     address = 0 if mapped is None else handles.number(mapped, "mapped")
     kind = context.memory_types[memory_type]
     if address and not kind.host_visible:
         raise ValueError(f"mapped {address:#x}: memory type {memory_type} is not host-visible")
     need = need_of(context, handle)
-    length = min(size - offset, need.size) if nbytes is None else _count(nbytes, "nbytes", 1)
+    length = min(size - offset, need.size) if nbytes is None else handles.count(nbytes, "nbytes", 1)
     _check_binding(need, offset, length, size, memory_type)
     store = context.store
     with store.lock:
@@ -204,15 +204,6 @@ class _Theirs(Timeline):
 
     def close(self) -> None:
         """It is the application's."""
-
-
-def _count(x: Any, what: str, least: int) -> int:
-    if isinstance(x, bool) or not hasattr(x, "__index__"):
-        raise TypeError(f"{what} {x!r}: an int")
-    value = int(x.__index__())
-    if not least <= value < 2**63:
-        raise ValueError(f"{what} {value}: from {least} to 2**63 - 1")
-    return value
 
 
 def _kinds(context: Context, given: Iterable[str] | int) -> tuple[str, ...]:

@@ -60,3 +60,24 @@ def owned(value: int, what: str) -> int:
     if not value:
         raise ExchangeError(f"{what} succeeded and gave VK_NULL_HANDLE")
     return value
+
+
+def names(x: Any, what: str) -> list[str]:
+    """A sequence of names as a list; TypeError for one in a string, which would be taken apart, and for what is no name."""
+    if isinstance(x, (str, bytes)):
+        raise TypeError(f"{what} {x!r}: a sequence of names, such as [{x!r}]")
+    out = list(x)
+    for name in out:
+        if not isinstance(name, str) or "\0" in name:
+            raise TypeError(f"{what}: {name!r} is no name")
+    return out
+
+
+def count(x: Any, what: str, least: int = 0, most: int = 2**63 - 1) -> int:
+    """An int in a range; TypeError for what is none (a float too), ValueError for one outside."""
+    if isinstance(x, bool) or not hasattr(x, "__index__"):
+        raise TypeError(f"{what} {x!r}: an int")
+    value = int(x.__index__())
+    if not least <= value <= most:
+        raise ValueError(f"{what} {value}: from {least} to {most}")
+    return value

@@ -114,16 +114,22 @@ def wrap_image(context: Context, image: Any, *, memory: Any, memory_size: int, m
     context.check()
     value, below = handles.number(image, "image"), handles.number(memory, "memory")
     size = _extent(extent)
-    if not 0 <= memory_type < len(context.memory_types):
+    for name, given, least in (("memory_size", memory_size, 1), ("memory_offset", memory_offset, 0)):
+        handles.count(given, name, least)
+    for name, given, least in (("mip_levels", mip_levels, 1), ("array_layers", array_layers, 1), ("format", format, 0),
+                               ("tiling", tiling, 0), ("usage", usage, 1)):
+        handles.count(given, name, least, 2**32 - 1)
+    if handles.count(memory_type, "memory_type") >= len(context.memory_types):
         raise ValueError(f"memory_type {memory_type}: {context.physical.name} has {len(context.memory_types)}")
-    for name, number in (("mip_levels", mip_levels), ("array_layers", array_layers)):
-        if number < 1:
-            raise ValueError(f"{name} {number}: at least 1")
+    layout = _layout(layout)
     made = Image(context, ImageNative(value, format, size, tiling, layout, usage, mip_levels, array_layers, below, memory_offset,
                                       memory_size), owner)
     need = vk.VkMemoryRequirements()
     context.vk.vkGetImageMemoryRequirements(context.device_handle, value, ctypes.byref(need))
-    if memory_offset < 0 or memory_offset + need.size > memory_size:
+    texels = made.texel * array_layers * size[0] * size[1] * size[2]
+    if texels > need.size:              # what is said of it cannot be, and copies would leave the memory
+        raise ValueError(f"{_NAMES[format]} of extent {size} in {array_layers} layer(s) has {texels} bytes, and the image {need.size}")
+    if memory_offset + need.size > memory_size:
         raise ValueError(f"the image needs {need.size} bytes of memory at {memory_offset}, and memory_size is {memory_size}")
     if not need.memoryTypeBits >> memory_type & 1:
         raise ValueError(f"memory_type {memory_type}: the image cannot be bound to it (memoryTypeBits {need.memoryTypeBits:#x})")
@@ -140,8 +146,10 @@ def image(context: Context, extent: Sequence[int], format: int, usage: int | Non
         usage: VkImageUsageFlags; copies are added. None: sampled, and storage where the format can be.
     """
     context.check()
-    elements_of(format)
+    elements_of(handles.count(format, "format"))
     size = _extent(extent)
+    if usage is not None:
+        handles.count(usage, "usage", 0, 2**32 - 1)
     features = vk.VkFormatProperties()
     context.instance_table.vkGetPhysicalDeviceFormatProperties(context.physical_device, format, ctypes.byref(features))
     can = features.optimalTilingFeatures
@@ -201,8 +209,8 @@ def _check_supported(context: Context, format: int, kind: int, usage: int, size:
 
 
 def _extent(extent: Sequence[int]) -> tuple[int, int, int]:
-    numbers = tuple(int(n) for n in extent)
-    if len(numbers) not in (2, 3) or any(n < 1 for n in numbers):
+    numbers = tuple(handles.count(n, "extent", 1, 2**31 - 1) for n in extent)
+    if len(numbers) not in (2, 3):
         raise ValueError(f"extent {tuple(extent)}: (width, height) or (width, height, depth), each at least 1")
     return numbers[0], numbers[1], numbers[2] if len(numbers) == 3 else 1
 
@@ -210,7 +218,7 @@ def _extent(extent: Sequence[int]) -> tuple[int, int, int]:
 # ---- of a tensor ----
 def find(tensor: Tensor) -> Image | None:
     """The Image behind a tensor; None: it has none."""
-    if tensor.layout != LAYOUT:
+    if getattr(tensor, "layout", None) != LAYOUT:
         return None
     found = tensor.allocation.owner
     return found if isinstance(found, Image) else None
@@ -232,10 +240,18 @@ def image_native(tensor: Tensor) -> ImageNative:
 
 
 def set_layout(tensor: Tensor, layout: int) -> None:
-    """Say that the image is in this VkImageLayout once the work is done that it was acquired for."""
+    """Say that the image is in this VkImageLayout once the work is done that it was acquired for. ValueError where that is none."""
     found = _of(tensor)
     with found.lock:
-        found.native = found.native._replace(layout=int(layout))
+        found.native = found.native._replace(layout=_layout(layout))
+
+
+def _layout(x: Any) -> int:
+    """A VkImageLayout: those of the core are 0 to 8, those of extensions above 10**9 (Vulkan, Registered Extension Numbers)."""
+    value = handles.count(x, "layout", 0, 2**31 - 1)
+    if 8 < value < 10**9:
+        raise ValueError(f"layout {value} is no VkImageLayout")
+    return value
 
 
 # ---- copies ----

@@ -46,7 +46,7 @@ class Instance:
         self.driver = driver if driver is not None else Driver()
         table = self.driver.table
         self.handle = self._messenger = 0
-        layers, wanted = list(layers), list(extensions)
+        layers, wanted = handles.names(layers, "layers"), handles.names(extensions, "instance_extensions")
         if on_message is not None and "VK_EXT_debug_utils" not in wanted:
             wanted.append("VK_EXT_debug_utils")
         version = ctypes.c_uint32()

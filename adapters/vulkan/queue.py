@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from interop.contract import DeviceLostError, ExchangeError, Point
+from interop.contract import DeviceLostError, ExchangeError, Point, as_point
 
 from . import api as vk
 from . import handles, timeline
@@ -156,6 +156,8 @@ class Queue:
         out: dict[int, int] = {}
         for w in waits:
             for p in getattr(w, "parts", None) or (w,):
+                if p is None or (not isinstance(p, (Point, Timeline)) and callable(getattr(p, "done", None))):
+                    p = as_point(p)             # a Point of somebody else's
                 if not isinstance(p, Point):
                     semaphore, value = self._pair(p, "wait")
                 elif p.done():

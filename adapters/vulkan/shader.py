@@ -8,7 +8,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ _MAGIC = 0x07230203
 _STORAGE = vk.VK_DESCRIPTOR_TYPE_STORAGE_BUFFER
 _SETS = 16              # descriptor sets of a pool; one more pool where all are in use
 _DECORATE, _BINDING, _DESCRIPTOR_SET = 71, 33, 34      # SPIR-V, OpDecorate and its decorations
+_ENTRY_POINT, _GL_COMPUTE, _FUNCTION_END, _VARIABLE, _PUSH_CONSTANT = 15, 5, 56, 59, 9     # SPIR-V, Instructions and Storage Class
 _NOTHING = point(done=lambda: True)
 
 
@@ -53,20 +54,29 @@ class Shader:
             specialization: constant id -> number: int and bool are 32 bits, float too; NumPy's scalars are what they are.
 
         Raises:
-            ValueError: no SPIR-V, or more push constants than the device has. VulkanError: the driver refuses.
+            ValueError: no SPIR-V, a part of it, no such entry point, or more push constants than the device has. VulkanError: the driver
+                refuses.
         """
+        if not hasattr(context, "memory_types"):
+            raise TypeError(f"context {context!r}: a Context of Vulkan's")
         context.check()
         ring.sweep(context)
-        self.bindings = _declared(spirv) if bindings is None else bindings
+        code = _read(spirv, entry)
+        self.bindings = code.bindings if bindings is None else handles.count(bindings, "bindings")
+        handles.count(push_constants, "push_constants")
+        if code.pushes and not push_constants:
+            raise ValueError("push_constants 0: the code has a block of them")
         most = int(context.limits.maxPushConstantsSize)
         if push_constants % 4 or not 0 <= push_constants <= most:
             raise ValueError(f"push_constants {push_constants}: a multiple of 4, at most {most} (maxPushConstantsSize)")
-        if _declared(spirv) > self.bindings:
-            raise ValueError(f"bindings {self.bindings}: the code declares {_declared(spirv)} in set 0")
+        if code.bindings > self.bindings:
+            raise ValueError(f"bindings {self.bindings}: the code declares {code.bindings} in set 0")
         most = int(context.limits.maxPerStageDescriptorStorageBuffers)
         if self.bindings > most:
             raise ValueError(f"bindings {self.bindings}: {context.physical.name} has at most {most} (maxPerStageDescriptorStorageBuffers)")
         self.context, self.push_constants = context, push_constants
+        if specialization is not None and not isinstance(specialization, Mapping):
+            raise TypeError(f"specialization {specialization!r}: a dict of ids and numbers")
         self._made = _Made(context, spirv, entry, self.bindings, push_constants, specialization or {})
         self._lock = threading.Lock()
         self._flying: deque[tuple[Point, int]] = deque()        # dispatches, and the descriptor set of each
@@ -98,6 +108,9 @@ class Shader:
             raise ValueError(f"push: {len(constants)} bytes, and the shader takes {self.push_constants}")
         if len(tensors) != self.bindings:
             raise TypeError(f"{len(tensors)} tensors, and the shader has {self.bindings} bindings")
+        for t in tensors:
+            if not isinstance(t, interop.Tensor):
+                raise TypeError(f"{t!r} is no Tensor: interop.to(x, context) makes one")
         wanted = _accesses(tensors, access)
         infos = [self._info(t, a) for t, a in zip(tensors, wanted, strict=True)]
         leases = _leased(c, tensors, wanted)
@@ -204,6 +217,7 @@ class _Made:
     def _compile(self, module: int, entry: str, constants: Mapping[int, Any]) -> int:
         entries, data = [], b""
         for number, value in constants.items():
+            handles.count(number, "specialization id", 0, 2**32 - 1)
             one = packed([value])
             entries.append(vk.VkSpecializationMapEntry(number, len(data), len(one)))
             data += one
@@ -258,14 +272,24 @@ def packed(values: Any) -> bytes:
                 raise ValueError(f"{v} has no 32 bits: numpy.int64 or numpy.uint64 says that it shall have 64")
             out += struct.pack("=i" if v < 0 else "=I", v)
         elif isinstance(v, float):
-            out += struct.pack("=f", v)
+            try:
+                out += struct.pack("=f", v)
+            except OverflowError:
+                raise ValueError(f"{v} has no 32 bits: numpy.float64 says that it shall have 64") from None
         else:
             raise TypeError(f"{v!r} is no number")
     return out
 
 
-def _declared(spirv: bytes) -> int:
-    """How many bindings the code declares in set 0: the highest, and one; ValueError where it is no SPIR-V."""
+class _Code(NamedTuple):
+    """What SPIR-V says of itself: how many bindings it declares in set 0 (the highest, and one), whether it has push constants."""
+
+    bindings: int
+    pushes: bool
+
+
+def _read(spirv: bytes, entry: str) -> _Code:
+    """Look through it. ValueError where it is no SPIR-V, was cut off, or has no compute shader of that name: drivers crash on those."""
     if not isinstance(spirv, (bytes, bytearray)) or len(spirv) % 4 or len(spirv) < 20:
         raise ValueError("spirv: bytes, a multiple of 4, at least a header (SPIR-V, Physical Layout)")
     words = np.frombuffer(spirv, np.uint32)
@@ -273,7 +297,8 @@ def _declared(spirv: bytes) -> int:
         raise ValueError(f"spirv: its first word is {int(words[0]):#x}, not {_MAGIC:#x} (SPIR-V, Magic Number)")
     binding: dict[int, int] = {}
     elsewhere: set[int] = set()
-    at = 5
+    entries: list[str] = []
+    pushes, at, op = False, 5, 0
     while at < len(words):
         count, op = int(words[at]) >> 16, int(words[at]) & 0xFFFF
         if not count or at + count > len(words):
@@ -284,12 +309,20 @@ def _declared(spirv: bytes) -> int:
                 binding[int(words[at + 1])] = value
             elif what == _DESCRIPTOR_SET and value:
                 elsewhere.add(int(words[at + 1]))
+        elif op == _ENTRY_POINT and count > 3 and words[at + 1] == _GL_COMPUTE:
+            entries.append(words[at + 3:at + count].tobytes().split(b"\0")[0].decode("utf-8", "replace"))
+        elif op == _VARIABLE and count > 3 and words[at + 3] == _PUSH_CONSTANT:
+            pushes = True
         at += count
-    return max((b + 1 for v, b in binding.items() if v not in elsewhere), default=0)
+    if op != _FUNCTION_END:
+        raise ValueError("spirv: it does not end with the end of a function: it was cut off, or has no code")
+    if entry not in entries:
+        raise ValueError(f"entry {entry!r}: the code has {', '.join(entries) or 'no'} compute shader(s)")
+    return _Code(max((b + 1 for v, b in binding.items() if v not in elsewhere), default=0), pushes)
 
 
 def _groups(context: Context, groups: Sequence[int]) -> tuple[int, int, int]:
-    given = (groups,) if isinstance(groups, int) else tuple(groups)
+    given = tuple(handles.count(n, "groups") for n in ((groups,) if isinstance(groups, int) else groups))
     x, y, z = (*given, 1, 1, 1)[:3]
     most = tuple(context.limits.maxComputeWorkGroupCount)
     if len(given) > 3 or any(not 0 <= n <= m for n, m in zip((x, y, z), most, strict=True)):

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import stat
 from typing import TYPE_CHECKING, Any
 
 from interop.contract import ExchangeError, Importable
@@ -76,6 +77,9 @@ def import_fd(context: Context, handle: ExternalHandle) -> Allocation:
     context.require(KINDS[kind][1], f"importing {kind}")
     if kind == "opaque_fd":
         _check_origin(context, handle)
+    mode = os.fstat(handle.fileno()).st_mode
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISDIR(mode):       # drivers read it, and may do so for ever
+        raise ExchangeError(f"descriptor {handle.fileno()} is a pipe, a socket or a folder, and no memory")
     nbytes, offset = _meant(handle)
     types, usage = KINDS[kind][0], memory.usage_of(context)
     with contextlib.ExitStack() as undo:

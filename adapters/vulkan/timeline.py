@@ -152,6 +152,8 @@ class Timeline:
     def signal(self, value: int) -> None:
         """Set it from the host (vkSignalSemaphore). ExchangeError where it is there already: it only grows."""
         now = self.ask()
+        if not isinstance(value, int) or not 0 <= value < 2**64 - 1:
+            raise ValueError(f"value {value!r}: an int from 0 to 2**64 - 2")
         if value <= now:
             raise ExchangeError(f"value {value}: the timeline is at {now} and only grows")
         c = self.context
@@ -200,6 +202,7 @@ def of_handle(context: Context, semaphore: Any, what: str = "semaphore") -> int:
     if isinstance(semaphore, Timeline):
         if semaphore.context is not context:
             raise ExchangeError(f"{what}: the timeline is another Context's")
+        semaphore._usable()
         return semaphore.handle
     return handles.number(semaphore, what)
 

@@ -85,6 +85,9 @@ cdef class Allocation:
             key = (self.dl.device_type, self.dl.device_id, value)
             same = [a for a in _handles.setdefault(key, _WeakSet())
                     if not a.is_closed and a.context is context and a.adapter is adapter and (context, adapter) != (None, None)]
+            for a in same:
+                if not (<Allocation>a).foreign and nbytes + skip > a.nbytes + a.skip:
+                    raise ValueError(f"nbytes {nbytes}: handle {value:#x} is known, and names {a.nbytes + a.skip - skip} bytes")
             if same:                             # one memory object, wrapped again: the same leases and Points
                 self.space = (<Allocation>same[0]).space
                 self.origin = (<Allocation>same[0]).origin
