@@ -20,17 +20,19 @@ OUT_OF_ORDER = 1
 
 
 class EventPoint(Point):
-    """When a cl_event is complete. Holds it until then (OpenCL, Event Objects)."""
+    """When a cl_event is complete (OpenCL, Event Objects).
 
-    __slots__ = ("_code", "_driver", "_error", "_event", "_generation", "_pause", "context", "noted")
+    Holds it as long as the Point is there: two threads look at one, and neither may find it released by the other.
+    """
+
+    __slots__ = ("_complete", "_driver", "_error", "_event", "_generation", "_pause", "context", "noted")
 
     def __init__(self, event: int, context: int, *, driver: Any = None) -> None:
         """Takes over one reference to the event, of this cl_context."""
-        self._event, self.context = event, context
+        self._event, self._complete, self.context = event, 0, context
         self._driver = driver if driver is not None else loader.driver()
         self._error: BaseException | None = None
         self._generation, self._pause = loader.generation(), 2e-5
-        self._code = ctypes.c_int32(1)
         self.noted: set[int] = set()        # the Allocations on which it has been noted
 
     def _poll(self) -> bool:
@@ -40,7 +42,7 @@ class EventPoint(Point):
         if self._generation != loader.generation():
             self._error, self._event = ExchangeError("this event was made before fork: it is the parent's"), 0
             return True
-        code = self._code
+        code = ctypes.c_int32(1)
         result = self._driver.clGetEventInfo(event, _EVENT_STATUS, 4, ctypes.byref(code), None)
         status = result if result < 0 else code.value
         if status > 0:
@@ -50,11 +52,11 @@ class EventPoint(Point):
                 loader.check(status, "work on an OpenCL queue")
             except ExchangeError as e:
                 self._error = e.with_traceback(None)
-        self._let_go()
+        self._complete, self._event = event, 0
         return True
 
     def _let_go(self) -> None:
-        event, self._event = self._event, 0
+        event, self._event, self._complete = self._event or self._complete, 0, 0
         if event and loader.alive(self._generation):
             self._driver.clReleaseEvent(event)
 
@@ -92,7 +94,7 @@ class EventPoint(Point):
 
     def __del__(self) -> None:
         """A Point that nobody waits for any more."""
-        if getattr(self, "_event", 0):
+        if getattr(self, "_event", 0) or getattr(self, "_complete", 0):
             try:
                 self._let_go()
             except Exception:       # not contextlib: at the very end the names of a module are None
