@@ -112,6 +112,18 @@ def test_a_lease_by_name_ends_when_the_array_s_queue_has_done_its_work(queue: An
     assert interop.to(a, "numpy")[99] == 5
 
 
+def test_a_complete_event_is_held_as_long_as_its_point(queue: Any) -> None:
+    """O-WAIT. The watcher's thread and another's look at the same one, and PoCL dies of an event that is gone."""
+    event = cl.enqueue_marker(queue)
+    p = queues.point_of(icl.Context.of(queue).driver, event.int_ptr, queue.context.int_ptr)
+    p.wait(10)
+    count = event.get_info(cl.event_info.REFERENCE_COUNT)
+    assert p.done() and p.handle == 0
+    del p
+    collect()
+    assert event.get_info(cl.event_info.REFERENCE_COUNT) == count - 1
+
+
 def test_a_queue_waits_and_not_the_host(queue: Any) -> None:
     """O-QUEUE."""
     a = cla.zeros(queue, 100, np.float32)

@@ -28,8 +28,8 @@ class OpenCLAdapter(Adapter):
     device = "opencl"
     module = "pyopencl"
     requires = "pyopencl"
-    types = ("pyopencl.array.Array", "pyopencl._cl.Buffer", "pyopencl._cl.PooledBuffer", "pyopencl._cl.SVM",
-             "pyopencl._cl.SVMAllocation", "pyopencl._cl.PooledSVM")
+    types = ("pyopencl.array.Array", "pyopencl._cl.Buffer", "pyopencl._cl.PooledBuffer", "pyopencl._cl.Image",
+             "pyopencl._cl.SVM", "pyopencl._cl.SVMAllocation", "pyopencl._cl.PooledSVM")
     exact = ("pyopencl.array.Array",)
     reads = "adapter"
     orders = True
@@ -84,7 +84,7 @@ class OpenCLAdapter(Adapter):
 
     # ---- objects ----
     def to_tensor(self, x: Any) -> Tensor:
-        """A Tensor over an Array, a Buffer (its bytes), or fine-grained SVM."""
+        """A Tensor over an Array, a Buffer (its bytes), an Image (layout "cl-image"), or fine-grained SVM."""
         from . import arrays
 
         return arrays.to_tensor(x)
@@ -170,7 +170,7 @@ class OpenCLAdapter(Adapter):
         """Where the cl_mem is valid."""
         from . import memory
 
-        mem = memory.find(allocation)
+        mem = memory.known(allocation)
         if mem is None:
             return {}
         c = mem.context

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # ---- reading ----
 def to_tensor(x: Any) -> Tensor:
-    """A Tensor over an Array, a Buffer, or fine-grained SVM."""
+    """A Tensor over an Array, a Buffer, an Image, or fine-grained SVM."""
     name = type(x).__name__
     if hasattr(x, "base_data"):
         return _from_array(x)
@@ -25,6 +25,10 @@ def to_tensor(x: Any) -> Tensor:
         from . import svm
 
         return svm.to_tensor(x)
+    if name == "Image":
+        from . import images
+
+        return images.wrap_image(x)
     return _from_buffer(x)
 
 
@@ -37,18 +41,23 @@ def _from_buffer(x: Any) -> Tensor:
 
 def _wrap(c: Context, data: Any, queue: Any) -> Any:
     """The Allocation of a pyopencl buffer. What it was made over lives as long as the cl_mem, though a rebuilt Buffer does not say so."""
+    keep, readonly = behind(data)
+    a = memory.wrap_handle(c, int(data.int_ptr), queue=queue, owner=data, keep=keep, readonly=readonly)
+    mem = memory.find(a)
+    if mem is not None and mem.source is None:
+        mem.source, mem.address = data, getattr(data, "_interop_address", 0)
+    return a
+
+
+def behind(data: Any) -> tuple[Any, bool]:
+    """``(what is still to be kept for it, whether that is read-only)``: the memory of the host that a pyopencl object was made over."""
     host = getattr(data, "hostbuf", None)
     keep = None
     if host is not None and not getattr(data, "_interop_kept", False):
         keep = host
         with contextlib.suppress(AttributeError):
             data._interop_kept = True
-    flags = getattr(getattr(host, "flags", None), "writeable", True)
-    a = memory.wrap_handle(c, int(data.int_ptr), queue=queue, owner=data, keep=keep, readonly=not flags)
-    mem = memory.find(a)
-    if mem is not None and mem.source is None:
-        mem.source, mem.address = data, getattr(data, "_interop_address", 0)
-    return a
+    return keep, not getattr(getattr(host, "flags", None), "writeable", True)
 
 
 def _from_array(x: Any) -> Tensor:

@@ -39,7 +39,9 @@ def copy(dst: Tensor, src: Tensor, stream: Any) -> Point | Any:
     Raises ExchangeError: a queue of another context; buffers that forbid the host; packed elements with strides.
     """
     if dst.layout != "strided" or src.layout != "strided":
-        return NotImplemented
+        from . import images
+
+        return images.copy(dst, src, stream)
     to, source = (memory.find(t.allocation) if t.device.name == "opencl" else None for t in (dst, src))
     there = [m for m in (to, source) if m is not None]
     if not there or any(m is None and t.device.name == "opencl" for m, t in ((to, dst), (source, src))):
@@ -48,41 +50,49 @@ def copy(dst: Tensor, src: Tensor, stream: Any) -> Point | Any:
         return NotImplemented
     c = there[0].context
     c.check()
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream == -1:
-        stream = None
-    queue = c.find_queue(stream) if stream is not None else next((m.queue for m in there if m.queue), 0) or c.queue
+    queue = queue_for(c, stream, there)
     for m, write in ((to, True), (source, False)):
         if m is not None:
             memory.check_unmapped(m, write)
     if to is None or source is None:
         maps.check_host(there[0], "write" if to is not None else "read")
         if c.concurrent_host:
-            if stream is not None:
+            if not _is_none(stream):
                 queues.mark(c.driver, queue, c.handle).wait(HOST_TIMEOUT)
             return NotImplemented
-    waits = queues.split(pending(dst, "write"), c.handle, HOST_TIMEOUT) + queues.split(pending(src, "read"), c.handle, HOST_TIMEOUT)
+    before = pending(dst, "write"), pending(src, "read")        # held: their events are valid as long as they are there
+    waits = [e for p in before for e in queues.split(p, c.handle, HOST_TIMEOUT)]
     if to is not None and source is not None:
         move = _plan(dst, src, dst.byte_offset, src.byte_offset, 0)
         if to is source and move.is_nothing:
             return None
-        if _many(move) or (to is source and move.overlaps) or _shares_bytes(to, source):
+        if many(move, to is source) or (to is source and move.overlaps) or _shares_bytes(to, source):
             if c.unified:
                 return NotImplemented
             _through_host(c, queue, waits, to, source, dst, src)
             return None
-        return _submit(c, queue, waits, _within(c, queue, to, source, move))
+        return submit(c, queue, waits, within(c, queue, to.handle, source.handle, move))
     if to is not None:
         move = _plan(dst, src, dst.byte_offset, src.ptr, 0)
-        done = _submit(c, queue, waits, _hosted(c, queue, to, move, True))
+        done = submit(c, queue, waits, _hosted(c, queue, to, move, True))
     else:
         move = _plan(dst, src, dst.ptr, src.byte_offset, 1)
-        done = _submit(c, queue, waits, _hosted(c, queue, there[0], move, False))
+        done = submit(c, queue, waits, _hosted(c, queue, there[0], move, False))
     try:
         done.wait(HOST_TIMEOUT)
     except TimeoutError:
         keep_until(done, dst, src)          # the queue still has it
         raise
     return None
+
+
+def queue_for(c: Context, stream: Any, there: list[Mem]) -> int:
+    """The queue that was given, else the one that the application uses the memory on, else interop's own."""
+    return c.find_queue(stream) if not _is_none(stream) else next((m.queue for m in there if m.queue), 0) or c.queue
+
+
+def _is_none(stream: Any) -> bool:
+    return stream is None or (isinstance(stream, int) and not isinstance(stream, bool) and stream == -1)
 
 
 def _plan(dst: Tensor, src: Tensor, to: int, source: int, lead: int) -> Move:
@@ -120,20 +130,22 @@ def _even(move: Move, same: bool) -> bool:
     return to >= move.unit and source >= move.unit and (to == source or not same)
 
 
-def _many(move: Move, same: bool = False) -> bool:
+def many(move: Move, same: bool = False) -> bool:
+    """Whether a Move, within one cl_mem (`same`) or not, has more rectangles than are worth a command each."""
     runs = move.nbytes // move.unit
     if _even(move, same):
         runs //= move.axes[-1][0]
     return runs > RECTS
 
 
-def _within(c: Context, queue: int, to: Mem, source: Mem, move: Move) -> Iterator[int]:
-    for d, s, unit, axis in rects(move, to.handle == source.handle):
+def within(c: Context, queue: int, to: int, source: int, move: Move) -> Iterator[int]:
+    """Moves between two cl_mem of a context, as commands of `queue`, each given when it is asked for; their codes."""
+    for d, s, unit, axis in rects(move, to == source):
         if axis is None:
-            yield c.driver.clEnqueueCopyBuffer(queue, source.handle, to.handle, s, d, unit, 0, None, None)
+            yield c.driver.clEnqueueCopyBuffer(queue, source, to, s, d, unit, 0, None, None)
         else:
             n, dstep, sstep = axis
-            yield c.driver.clEnqueueCopyBufferRect(queue, source.handle, to.handle, *_origins(s, sstep, d, dstep), loader.sizes(unit, n, 1),
+            yield c.driver.clEnqueueCopyBufferRect(queue, source, to, *_origins(s, sstep, d, dstep), loader.sizes(unit, n, 1),
                                                    sstep, 0, dstep, 0, 0, None, None)
 
 
@@ -158,7 +170,7 @@ def _hosted(c: Context, queue: int, mem: Mem, move: Move, write: bool) -> Iterat
                        host_step, 0, address, 0, None, None)
 
 
-def _submit(c: Context, queue: int, waits: list[int], commands: Iterator[int]) -> queues.EventPoint:
+def submit(c: Context, queue: int, waits: list[int], commands: Iterator[int]) -> queues.EventPoint:
     """Behind `waits`; what the queue is given later comes after, also where it is out of order."""
     unordered = queues.is_out_of_order(c.driver, queue)
     if waits or unordered:
@@ -186,8 +198,8 @@ def _through_host(c: Context, queue: int, waits: list[int], to: Mem, source: Mem
         size *= n
     steps.reverse()
     move = plan(packed.ptr, src.byte_offset, dst.itemsize, dst.shape, steps, src.strides, 1)
-    _submit(c, queue, waits, _hosted(c, queue, source, move, False)).wait(HOST_TIMEOUT)
+    submit(c, queue, waits, _hosted(c, queue, source, move, False)).wait(HOST_TIMEOUT)
     move = plan(dst.byte_offset, packed.ptr, dst.itemsize, dst.shape, dst.strides, steps, 0)
-    done = _submit(c, queue, [], _hosted(c, queue, to, move, True))
+    done = submit(c, queue, [], _hosted(c, queue, to, move, True))
     keep_until(done, packed)
     done.wait(HOST_TIMEOUT)

@@ -33,6 +33,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "clEnqueueCopyBuffer": (_H, _H, _H, _N, _N, _N, *_WAIT), "clEnqueueCopyBufferRect": (_H, _H, _H, _P, _P, _P, _N, _N, _N, _N, *_WAIT),
     "clEnqueueReadImage": (_H, _H, _U, _P, _P, _N, _N, _P, *_WAIT), "clEnqueueWriteImage": (_H, _H, _U, _P, _P, _N, _N, _P, *_WAIT),
     "clEnqueueCopyImageToBuffer": (_H, _H, _H, _P, _P, _N, *_WAIT), "clEnqueueCopyBufferToImage": (_H, _H, _H, _N, _P, _P, *_WAIT),
+    "clEnqueueCopyImage": (_H, _H, _H, _P, _P, _P, *_WAIT),
     "clEnqueueFillBuffer": (_H, _H, _P, _N, _N, _N, *_WAIT), "clGetExtensionFunctionAddressForPlatform": (_H, c_char_p),
 }  # fmt: skip
 _GIVES = {"clCreateBuffer", "clCreateSubBuffer", "clCreateBufferWithProperties", "clCreateCommandQueue", "clEnqueueMapBuffer",

@@ -15,7 +15,7 @@ from interop.contract import ExchangeError, Mapped
 
 from . import loader
 from .context import HOST_TIMEOUT, Context
-from .memory import HOST_NO_ACCESS, HOST_READ_ONLY, HOST_WRITE_ONLY, USE_HOST_PTR, Mem, find, order_after_home
+from .memory import HOST_NO_ACCESS, HOST_READ_ONLY, HOST_WRITE_ONLY, USE_HOST_PTR, Mem, find, known, order_after_home
 from .queues import EventPoint
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ def map_allocation(allocation: Allocation, access: str, first: int, nbytes: int)
     Where the platform lets the host touch buffers at any time, the map ends with the lease and its pages stay. Elsewhere it stays until
     the last view is gone, and what the host wrote is handed over by unmapping and mapping again.
     """
-    mem = find(allocation)
+    mem = known(allocation)
+    if mem is not None and find(allocation) is None:
+        mem.context.check()
+        check_host(mem, access)
+        raise ExchangeError(f"the cl_mem {mem.handle:#x} is an image: no array says how its texels lie, so none is mapped",
+                            "interop.copyto with memory of the host's, or of its own cl_context")
     if mem is None or not mem.context.unified:
         return NotImplemented
     check_host(mem, access)
@@ -54,11 +59,15 @@ def map_allocation(allocation: Allocation, access: str, first: int, nbytes: int)
 
 
 def check_host(mem: Mem, access: str) -> None:
-    """ExchangeError where the buffer was made with CL_MEM_HOST_... flags that forbid it."""
-    forbidden = HOST_NO_ACCESS | (HOST_READ_ONLY if access != "read" else 0) | (HOST_WRITE_ONLY if access != "write" else 0)
-    if mem.flags & forbidden:
+    """ExchangeError where it was made with CL_MEM_HOST_... flags that forbid it."""
+    if forbids(mem, access):
         raise ExchangeError(f"the cl_mem {mem.handle:#x} was made with flags {mem.flags:#x}, which forbid the host to {access} it "
                             "(CL_MEM_HOST_READ_ONLY, _WRITE_ONLY, _NO_ACCESS)", "copy it on the device first")
+
+
+def forbids(mem: Mem, access: str) -> bool:
+    """Whether it was made with CL_MEM_HOST_... flags that forbid the host to read or write it."""
+    return bool(mem.flags & (HOST_NO_ACCESS | (HOST_READ_ONLY if access != "read" else 0) | (HOST_WRITE_ONLY if access != "write" else 0)))
 
 
 def _count(mem: Mem, write: bool, step: int) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 READ_WRITE, WRITE_ONLY, READ_ONLY, USE_HOST_PTR, ALLOC_HOST_PTR = 1, 2, 4, 8, 16
 HOST_WRITE_ONLY, HOST_READ_ONLY, HOST_NO_ACCESS = 128, 256, 512
 BUFFER = 0x10F0
-_TYPE, _FLAGS, _SIZE, _HOST_PTR, _CONTEXT, _PARENT, _OFFSET = 0x1100, 0x1101, 0x1102, 0x1103, 0x1106, 0x1107, 0x1108
+TYPE, FLAGS, SIZE, _HOST_PTR, _CONTEXT, PARENT, _OFFSET = 0x1100, 0x1101, 0x1102, 0x1103, 0x1106, 0x1107, 0x1108
 _GPU_PAGE, _GPU_LINE = 4096, 64         # below, drivers of GPUs copy quietly, and corrupted what lies around (field report B87)
 
 
@@ -127,11 +127,17 @@ def touched(t: Tensor) -> tuple[int, int]:
     return t.byte_offset + sum(min(s, 0) for s in steps), t.byte_offset + sum(max(s, 0) for s in steps) + t.itemsize
 
 
-def find(allocation: Allocation) -> Mem | None:
-    """The Mem behind an Allocation; None: the memory is of no Context that interop knows."""
+def known(allocation: Allocation) -> Mem | None:
+    """The Mem behind an Allocation, an Image too; None: the memory is of no Context that interop knows."""
     store = getattr(allocation.context, "store", None)
     found = getattr(store, "mems", {}).get(allocation.handle)
     return found if isinstance(found, Mem) else None
+
+
+def find(allocation: Allocation) -> Mem | None:
+    """`known` where it is a buffer, which has bytes at offsets; None for images."""
+    found = known(allocation)
+    return found if type(found) is Mem else None
 
 
 def of(allocation: Allocation, what: str) -> Mem:
@@ -186,34 +192,38 @@ def _on_pages(context: Context, nbytes: int, alignment: int, queue: Any) -> Allo
 
     block = _core.host_tensor((-(-nbytes // alignment) * alignment,), "uint8", False, alignment)
     mem = create(context, READ_WRITE | USE_HOST_PTR, nbytes, block.ptr)
-    _keep(context, mem, block)
+    keep_for(context, mem, block)
     return _allocation(context, mem, nbytes, READ_WRITE | USE_HOST_PTR, queue=queue, alignment=alignment)
 
 
 def _allocation(context: Context, handle: int, nbytes: int, flags: int, *, queue: Any = None, owner: Any = None, readonly: bool = False,
                 alignment: int = 1, **more: Any) -> Allocation:
     """An Allocation that takes over one reference to the cl_mem, also where none can be made."""
+    traits = ("host_visible", "coherent", "cached") if context.concurrent_host else ("host_visible",) if context.unified else ()
     mem = Mem(context, handle, nbytes, flags)
+    return enter(mem, queue=queue, owner=owner, readonly=readonly, traits=traits, alignment=alignment, **more)
+
+
+def enter(mem: Mem, *, queue: Any = None, **more: Any) -> Allocation:
+    """The one Allocation of a Mem, which is released with it, also where none can be made."""
     mem.seen_with(queue)
     try:
-        traits = ("host_visible", "coherent", "cached") if context.concurrent_host else ("host_visible",) if context.unified else ()
-        out = context.allocation(handle, nbytes, free=mem.release, owner=owner, readonly=readonly, traits=traits, alignment=alignment,
-                                 **more)
+        out = mem.context.allocation(mem.handle, mem.nbytes, free=mem.release, **more)
     except BaseException:
         mem.release()
         raise
-    context.store.allocations[handle] = out
+    mem.context.store.allocations[mem.handle] = out
     return out
 
 
 def adopt(context: Context, handle: int, nbytes: int, flags: int, *, owner: Any = None) -> Allocation:
     """An Allocation over a cl_mem that was just made; `owner` lives until that is destroyed."""
     if owner is not None:
-        _keep(context, handle, owner)
+        keep_for(context, handle, owner)
     return _allocation(context, handle, nbytes, flags, owner=owner)
 
 
-def _keep(context: Context, mem: int, thing: Any) -> None:
+def keep_for(context: Context, mem: int, thing: Any) -> None:
     """Hold an object until the cl_mem is destroyed, whoever still holds that (clSetMemObjectDestructorCallback)."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
     code = context.driver.clSetMemObjectDestructorCallback(mem, retire_address(1), id(thing))
@@ -227,6 +237,14 @@ def _keep(context: Context, mem: int, thing: Any) -> None:
 def ask(context: Context, mem: int, what: int, kind: Any = ctypes.c_size_t) -> int:
     """clGetMemObjectInfo."""
     return loader.info(context.driver.clGetMemObjectInfo, mem, what, kind, "clGetMemObjectInfo") or 0
+
+
+def check_home(context: Context, mem: int) -> None:
+    """ExchangeError where a cl_mem is of another cl_context."""
+    theirs = ask(context, mem, _CONTEXT, ctypes.c_void_p)
+    if theirs != context.handle:
+        raise ExchangeError(f"the cl_mem {mem:#x} is of another cl_context ({theirs:#x}, not {context.handle:#x}): a handle means nothing "
+                            "there", "wrap it with its own context; interop.to(x, queue) copies between contexts")
 
 
 def handle_of(mem: Any) -> int:
@@ -276,19 +294,16 @@ def wrap_handle(c: Context, handle: int, *, queue: Any = None, owner: Any = None
             if found is not None:
                 found.seen_with(queue)
                 if keep is not None:
-                    _keep(c, handle, keep)
+                    keep_for(c, handle, keep)
                 if not retain:
                     c.driver.clReleaseMemObject(handle)
                 return known
-        theirs = ask(c, handle, _CONTEXT, ctypes.c_void_p)
-        if theirs != c.handle:
-            raise ExchangeError(f"the cl_mem {handle:#x} is of another cl_context ({theirs:#x}, not {c.handle:#x}): a handle means nothing "
-                                "there", "wrap it with its own context; interop.to(x, queue) copies between contexts")
-        kind = ask(c, handle, _TYPE, ctypes.c_uint32)
+        check_home(c, handle)
+        kind = ask(c, handle, TYPE, ctypes.c_uint32)
         if kind != BUFFER:
-            raise ExchangeError(f"the cl_mem {handle:#x} is no buffer (CL_MEM_TYPE {kind:#x})", "images are not taken")
-        nbytes, flags = ask(c, handle, _SIZE), ask(c, handle, _FLAGS, ctypes.c_uint64)
-        parent = ask(c, handle, _PARENT, ctypes.c_void_p)
+            raise ExchangeError(f"the cl_mem {handle:#x} is no buffer (CL_MEM_TYPE {kind:#x})", "opencl.wrap_image(image) takes an image")
+        nbytes, flags = ask(c, handle, SIZE), ask(c, handle, FLAGS, ctypes.c_uint64)
+        parent = ask(c, handle, PARENT, ctypes.c_void_p)
         more: dict[str, Any] = {}
         if parent:                                  # a sub-buffer: the leases and Points of its parent's bytes
             root = wrap_handle(c, parent, queue=queue)
@@ -296,7 +311,7 @@ def wrap_handle(c: Context, handle: int, *, queue: Any = None, owner: Any = None
         if retain:
             loader.check(c.driver.clRetainMemObject(handle), "clRetainMemObject")
         if keep is not None:
-            _keep(c, handle, keep)
+            keep_for(c, handle, keep)
         return _allocation(c, handle, nbytes, flags, queue=queue, owner=owner, readonly=readonly, **more)
 
 
@@ -328,7 +343,7 @@ def import_pages(context: Context, handle: ExternalHandle) -> Allocation:
     flags = USE_HOST_PTR | (READ_ONLY if readonly else READ_WRITE)
     mem = create(context, flags, nbytes, address)
     if owner is not None:
-        _keep(context, mem, hold_open(owner) if isinstance(owner, Allocation) else owner)
+        keep_for(context, mem, hold_open(owner) if isinstance(owner, Allocation) else owner)
     return _allocation(context, mem, nbytes, flags, owner=owner, readonly=readonly, alignment=need.pointer_alignment)
 
 
