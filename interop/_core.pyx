@@ -22,8 +22,6 @@ from .native cimport *
 
 import numpy as np
 
-from _thread import get_ident as _thread
-
 from . import device as _device_names
 from . import dtypes as _dtypes
 from .errors import ExchangeError

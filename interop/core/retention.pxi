@@ -119,6 +119,9 @@ cdef begin_releasing():
     interop_wake_fd = _start_releasing()
 
 
+cdef extern from "pythread.h":
+    unsigned long PyThread_get_thread_ident() nogil      # in C: at the end of the process the names of a module are gone
+
 cdef list _releasing = []        # (Context, thread) of the releases that run now
 
 
@@ -127,10 +130,10 @@ cdef release_allocation(Allocation a):
     if a.closed:
         return
     a.closed = True
-    if a.context is None:
+    if a.context is None or interop_finalizing():
         give_back(a)
         return
-    mark = a.context, _thread()
+    mark = a.context, PyThread_get_thread_ident()
     _releasing.append(mark)
     try:
         give_back(a)
@@ -202,7 +205,7 @@ class _Release:
             Py_INCREF(self)      # and nothing that it holds is finalized here
             return
         self.done = True
-        mark = self.context, _thread()
+        mark = self.context, PyThread_get_thread_ident()
         _releasing.append(mark)
         try:
             self.give_back()
@@ -244,7 +247,7 @@ def waiting_in(context):
 
 def releasing_in(context):
     """How many releases of a Context other threads are in the midst of."""
-    me = _thread()
+    me = PyThread_get_thread_ident()
     return len([None for of, thread in list(_releasing) if of is context and thread != me])
 
 
